@@ -1,0 +1,80 @@
+"""What a compiler is to the rest of trtdiff: two protocols, `Backend` (offline) and `Session` (at run time).
+
+A backend turns a lowered ONNX graph into an *engine*, a folder of files that only it understands, and opens such
+folders as sessions. Everything above it (store, bundle, loop, parity) is the same for every backend.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from trtdiff.types import Array, ShapeProfile, TensorSpec
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """What an engine depends on besides its graph: the backend's version and the device it was compiled for."""
+
+    backend: str
+    version: str
+    device: str = "cpu"
+    details: Mapping[str, str] = field(default_factory=dict)
+
+
+class Session(Protocol):
+    """An engine ready to execute. Not thread-safe: one caller at a time; use several sessions for several threads.
+
+    Buffers handed to `bind` come from `allocate`, or are views into such buffers.
+    """
+
+    @property
+    def inputs(self) -> Sequence[TensorSpec]:
+        """Every input, with symbolic dimensions."""
+
+    @property
+    def outputs(self) -> Sequence[TensorSpec]:
+        """Every output, with symbolic dimensions."""
+
+    def allocate(self, shape: Sequence[int], dtype: str) -> Array:
+        """Zeroed memory where this backend reads and writes without copies."""
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Execute once; checks names, types and shapes, returns new arrays by output name."""
+
+    def bind(self, buffers: Mapping[str, Array]) -> Callable[[], None]:
+        """Prepare one execution that reads and writes exactly these buffers (all inputs and outputs, contiguous).
+
+        The returned call does no allocation, copy or check. The buffers must outlive it.
+        """
+
+    def close(self) -> None:
+        """Free the engine."""
+
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close."""
+
+
+class Backend(Protocol):
+    """One compiler and its runtime."""
+
+    name: str
+    """Key in `BACKENDS`, and the word after `--backend`."""
+    extra: str
+    """The extra of this package that installs what the backend needs."""
+
+    def toolchain(self) -> Toolchain:
+        """Versions and device; raises MissingDependency naming the extra where the library is not installed."""
+
+    def build(self, graph: Path, profile: ShapeProfile, options: Mapping[str, Any], out: Path) -> Mapping[str, Any]:
+        """Compile the ONNX file `graph` into files in the empty folder `out`; runs in a worker process.
+
+        Returns what the compiler realised (types by layer where it tells), for the manifest. Raises BuildError.
+        """
+
+    def load(self, engine: Path, *, threads: int | None = None) -> Session:
+        """Open an engine folder that `build` made."""

@@ -1,0 +1,74 @@
+"""One way to name content: canonical JSON and files to sha256.
+
+sha256 of a file is paid once: it is remembered by (device, inode, size, mtime in ns), which changes when the file is
+rewritten. Remembered digests live in the user's cache folder; `fresh=True` reads the bytes again.
+"""
+
+import hashlib
+import json
+import os
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from platformdirs import user_cache_path
+
+KEY_SCHEMA_VERSION = 1
+_CHUNK = 1 << 22
+
+
+def canonical(value: Any) -> bytes:
+    """JSON with sorted keys, no spaces, no NaN: equal values give equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def digest(value: Any) -> str:
+    """Hexadecimal sha256 of a JSON-like value."""
+    return hashlib.sha256(canonical(value)).hexdigest()
+
+
+def file_digest(path: Path, *, fresh: bool = False, progress: Callable[[int], None] | None = None) -> str:
+    """Hexadecimal sha256 of a file; remembered by identity, size and time unless `fresh`."""
+    status = path.stat()
+    identity = f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
+    if not fresh and (known := _remembered(identity)):
+        return known
+    hasher = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            hasher.update(chunk)
+            if progress is not None:
+                progress(len(chunk))
+    found = hasher.hexdigest()
+    remember(path, found)
+    return found
+
+
+def remember(path: Path, known: str) -> None:
+    """Record a digest computed while the file was written, so that it is never read for it again."""
+    status = path.stat()
+    identity = f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
+    try:
+        with closing(_memo()) as memo, memo:
+            memo.execute("INSERT OR REPLACE INTO digests VALUES (?, ?)", (identity, known))
+    except (sqlite3.Error, OSError):
+        return  # a memo that cannot be written costs time, not correctness
+
+
+def _remembered(identity: str) -> str | None:
+    try:
+        with closing(_memo()) as memo:
+            row = memo.execute("SELECT sha256 FROM digests WHERE identity = ?", (identity,)).fetchone()
+    except (sqlite3.Error, OSError):
+        return None
+    return row[0] if row else None
+
+
+def _memo() -> sqlite3.Connection:
+    folder = Path(os.environ.get("TRTDIFF_CACHE") or user_cache_path("trtdiff"))
+    folder.mkdir(parents=True, exist_ok=True)
+    memo = sqlite3.connect(folder / "digests.sqlite", timeout=5)
+    memo.execute("CREATE TABLE IF NOT EXISTS digests (identity TEXT PRIMARY KEY, sha256 TEXT NOT NULL)")
+    return memo

@@ -1,0 +1,1 @@
+"""From a checkpoint to ONNX graphs whose weights are references into safetensors files beside them."""

@@ -1,0 +1,106 @@
+"""What a model family is: which components a checkpoint has, and how prompts become conditions.
+
+A family has two sides. The *compile* side describes components and builds them with torch and diffusers, imported
+inside its methods. The *runtime* side turns prompts into arrays with numpy and sessions alone.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trtdiff.types import Array, ShapeProfile, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from trtdiff.backends.base import Session
+    from trtdiff.tokens import Tokenizer
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LatentFacts:
+    """The space that is denoised: `pixels = decode(latent / scaling + shift)`, as AutoencoderKL's config says."""
+
+    channels: int
+    downscale: int
+    """Pixels of image per latent row or column."""
+    scaling: float
+    shift: float
+    height: int
+    """Native image height in pixels."""
+    width: int
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the runtime must know of a checkpoint; travels in the bundle as JSON."""
+
+    latent: LatentFacts
+    conditions: tuple[TensorSpec, ...]
+    """Per-image inputs of the denoiser that come from the prompt, without the guidance-branch dimension."""
+    tokens: Mapping[str, int]
+    """Token limit of each tokenizer, special tokens included, by the tokenizer's folder name."""
+    guidance: float
+    """Guidance scale used when none is asked for."""
+    sizes_multiple_of: int
+    """Image heights and widths must be a multiple of this many pixels."""
+
+
+@dataclass(frozen=True)
+class ComponentSpec:
+    """One network of a checkpoint that becomes one graph. Names and dimensions are the contract that export verifies."""
+
+    name: str
+    """Name of the graph and engine: `denoiser`, `text_encoder`, `vae_decoder`, …"""
+    folder: str
+    """The checkpoint's folder that holds its config and weights: `unet`, `vae`, …"""
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    build: Callable[[Config], "torch.nn.Module"]
+    """Make the module from its config, in float32, positional tensors in and a tensor or tuple of them out.
+
+    Runs under fake tensors at export and for real in parity checks; its parameters are named
+    `<prefix>.<name in the checkpoint>` with the prefix below.
+    """
+    prefix: str
+    """Attribute of the built module that holds the checkpoint's own module."""
+
+
+class ModelFamily(ABC):
+    """Everything that is particular to one kind of checkpoint."""
+
+    name: str
+    pipelines: tuple[str, ...]
+    """The diffusers pipeline classes whose checkpoints this family compiles."""
+
+    # --- compile side
+
+    @abstractmethod
+    def facts(self, configs: Mapping[str, Config]) -> ModelFacts:
+        """Read what the runtime must know from the configs of the checkpoint's folders."""
+
+    @abstractmethod
+    def components(self, configs: Mapping[str, Config]) -> tuple[ComponentSpec, ...]:
+        """Describe every component of a checkpoint with these configs, by folder."""
+
+    def profile(self, facts: ModelFacts) -> ShapeProfile:
+        """Give the profile built when none is asked for."""
+        from trtdiff.types import DimRange
+
+        step, latent = facts.sizes_multiple_of, facts.latent
+
+        def span(native: int) -> DimRange:
+            return DimRange(max(step, native // 2 // step * step), native, 2 * native)
+
+        return ShapeProfile({"batch": DimRange(1, 1, 4), "height": span(latent.height), "width": span(latent.width)})
+
+    # --- runtime side
+
+    @abstractmethod
+    def encode(
+        self, prompts: Sequence[str], facts: ModelFacts, tokenizers: Mapping[str, "Tokenizer"], sessions: Mapping[str, "Session"]
+    ) -> dict[str, Array]:
+        """Turn prompts into the denoiser's conditions, by name, each [len(prompts), …] float32."""

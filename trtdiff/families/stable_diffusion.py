@@ -1,0 +1,183 @@
+"""Stable Diffusion 1.x: one CLIP text encoder, a UNet with cross-attention, an AutoencoderKL."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trtdiff.errors import CheckpointError
+from trtdiff.families.base import ComponentSpec, Config, LatentFacts, ModelFacts, ModelFamily
+from trtdiff.types import Array, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from trtdiff.backends.base import Session
+    from trtdiff.tokens import Tokenizer
+
+
+class StableDiffusion(ModelFamily):
+    """`StableDiffusionPipeline` checkpoints (ε or v prediction; the scheduler's table knows which)."""
+
+    name = "stable-diffusion"
+    pipelines = ("StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline")
+
+    def facts(self, configs: Mapping[str, Config]) -> ModelFacts:
+        """Read the latent space from the VAE's config, the native size from the UNet's."""
+        unet, vae, text = configs["unet"], configs["vae"], configs["text_encoder"]
+        downscale = 2 ** (len(vae["block_out_channels"]) - 1)
+        size = unet["sample_size"]
+        rows, columns = (size, size) if isinstance(size, int) else size
+        if unet["in_channels"] != vae["latent_channels"]:
+            raise CheckpointError(
+                f"the UNet takes {unet['in_channels']} channels, the VAE makes {vae['latent_channels']}",
+                where="unet/config.json: in_channels",
+                hint="UNets with extra input channels (inpainting, depth) are not supported by this version",
+            )
+        if unet["cross_attention_dim"] != text["hidden_size"]:
+            raise CheckpointError(
+                f"the UNet attends to width {unet['cross_attention_dim']}, the text encoder gives {text['hidden_size']}",
+                where="unet/config.json: cross_attention_dim, text_encoder/config.json: hidden_size",
+                hint="use the text encoder that this UNet was trained with",
+            )
+        return ModelFacts(
+            latent=LatentFacts(
+                channels=vae["latent_channels"],
+                downscale=downscale,
+                scaling=vae.get("scaling_factor", 0.18215),
+                shift=vae.get("shift_factor") or 0.0,
+                height=rows * downscale,
+                width=columns * downscale,
+            ),
+            conditions=(TensorSpec("encoder_hidden_states", "float32", ("batch", "tokens", text["hidden_size"])),),
+            tokens={"tokenizer": text["max_position_embeddings"]},
+            guidance=7.5,
+            sizes_multiple_of=max(8, downscale),
+        )
+
+    def components(self, configs: Mapping[str, Config]) -> tuple[ComponentSpec, ...]:
+        """Text encoder, denoiser, VAE decoder and VAE encoder."""
+        latent = self.facts(configs).latent
+        width = configs["text_encoder"]["hidden_size"]
+        rows, columns = f"height/{latent.downscale}", f"width/{latent.downscale}"
+        latents = ("batch", latent.channels, rows, columns)
+        image = ("batch", 3, "height", "width")
+        states = ("batch", "tokens", width)
+        return (
+            ComponentSpec(
+                name="text_encoder",
+                folder="text_encoder",
+                inputs=(TensorSpec("input_ids", "int64", ("batch", "tokens")),),
+                outputs=(TensorSpec("encoder_hidden_states", "float32", states),),
+                build=_text_encoder,
+                prefix="text_encoder",
+            ),
+            ComponentSpec(
+                name="denoiser",
+                folder="unet",
+                inputs=(
+                    TensorSpec("sample", "float32", latents),
+                    TensorSpec("timestep", "float32", ("batch",)),
+                    TensorSpec("encoder_hidden_states", "float32", states),
+                ),
+                outputs=(TensorSpec("prediction", "float32", latents),),
+                build=_denoiser,
+                prefix="unet",
+            ),
+            ComponentSpec(
+                name="vae_decoder",
+                folder="vae",
+                inputs=(TensorSpec("latent", "float32", latents),),
+                outputs=(TensorSpec("image", "float32", image),),
+                build=_vae_decoder,
+                prefix="vae",
+            ),
+            ComponentSpec(
+                name="vae_encoder",
+                folder="vae",
+                inputs=(TensorSpec("image", "float32", image),),
+                outputs=(TensorSpec("mean", "float32", latents), TensorSpec("std", "float32", latents)),
+                build=_vae_encoder,
+                prefix="vae",
+            ),
+        )
+
+    def encode(
+        self, prompts: Sequence[str], facts: ModelFacts, tokenizers: Mapping[str, "Tokenizer"], sessions: Mapping[str, "Session"]
+    ) -> dict[str, Array]:
+        """Run the text encoder over padded token ids; the last hidden state is the condition."""
+        ids = np.stack([tokenizers["tokenizer"].encode(prompt) for prompt in prompts])  # [B, tokens] int64
+        return {"encoder_hidden_states": sessions["text_encoder"].run({"input_ids": ids})["encoder_hidden_states"]}
+
+
+# --- the modules that are traced: tensors in, tensors out ------------------------------------------------------------
+
+
+def _text_encoder(config: Config) -> "torch.nn.Module":
+    import torch
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    class TextEncoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.text_encoder = CLIPTextModel(CLIPTextConfig(**config))
+
+        def forward(self, input_ids: torch.Tensor) -> Any:
+            return self.text_encoder(input_ids, return_dict=False)[0]
+
+    return TextEncoder().eval()
+
+
+def _denoiser(config: Config) -> "torch.nn.Module":
+    import torch
+    from diffusers import UNet2DConditionModel
+
+    class Denoiser(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unet = UNet2DConditionModel.from_config(dict(config))
+
+        def forward(self, sample: torch.Tensor, timestep: torch.Tensor, encoder_hidden_states: torch.Tensor) -> Any:
+            return self.unet(sample, timestep, encoder_hidden_states, return_dict=False)[0]
+
+    return Denoiser().eval()
+
+
+def _vae(config: Config) -> "torch.nn.Module":
+    from diffusers import AutoencoderKL
+
+    vae: torch.nn.Module = AutoencoderKL.from_config(dict(config))
+    return vae
+
+
+def _vae_decoder(config: Config) -> "torch.nn.Module":
+    import torch
+
+    class Decoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vae = _vae(config)
+
+        def forward(self, latent: torch.Tensor) -> Any:
+            """`latent` is in the denoiser's space; the VAE's own space is latent / scaling + shift."""
+            inner = latent / config.get("scaling_factor", 0.18215) + (config.get("shift_factor") or 0.0)
+            return self.vae.decode(inner, return_dict=False)[0]
+
+    return Decoder().eval()
+
+
+def _vae_encoder(config: Config) -> "torch.nn.Module":
+    import torch
+
+    class Encoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vae = _vae(config)
+
+        def forward(self, image: torch.Tensor) -> Any:
+            """Mean and standard deviation of the latent, in the denoiser's space."""
+            scaling, shift = config.get("scaling_factor", 0.18215), config.get("shift_factor") or 0.0
+            posterior = self.vae.encode(image, return_dict=False)[0]
+            return (posterior.mean - shift) * scaling, posterior.std * scaling
+
+    return Encoder().eval()
