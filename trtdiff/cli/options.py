@@ -1,0 +1,39 @@
+"""What several verbs share: options, folders by default, and where words go.
+
+Results go to standard output, so that they can be piped; progress and remarks go to standard error, and progress only
+to a terminal.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from trtdiff.errors import UsageError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+EXPORTS = Path("exports")
+ENGINES = Path("engines")
+
+
+def json_option(command: F) -> F:
+    """`--json`: one JSON document on standard output instead of words."""
+    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document for programs.")(command)
+
+
+def note(text: str) -> None:
+    """Say something beside the result, on standard error: defaults that were chosen, what is up to date, warnings."""
+    click.echo(text, err=True)
+
+
+def only_folder(parent: Path, marker: str, *, what: str, make: str) -> Path:
+    """Give the only folder under `parent` that holds the file `marker`. Several or none is an error that says so."""
+    found = sorted(path.parent for path in parent.glob(f"*/{marker}"))
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise UsageError(f"there is no {what} under {parent}/", hint=f"make one with: {make}")
+    listed = ", ".join(str(path) for path in found)
+    raise UsageError(f"there are {len(found)} {what}s: {listed}", hint="name the one you mean")
