@@ -35,14 +35,24 @@ class LatentFacts:
 
 
 @dataclass(frozen=True)
+class TokenFacts:
+    """How a tokenizer's ids become a row of fixed length; the begin and end tokens stand in its own file."""
+
+    limit: int
+    """Ids in a row, special tokens included; what does not fit is cut."""
+    pad: str
+    """The token that fills a shorter prompt: `<|endoftext|>` for Stable Diffusion 1.x, `!` for 2.x."""
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """What the runtime must know of a checkpoint; travels in the bundle as JSON."""
 
     latent: LatentFacts
     conditions: tuple[TensorSpec, ...]
     """Per-image inputs of the denoiser that come from the prompt, without the guidance-branch dimension."""
-    tokens: Mapping[str, int]
-    """Token limit of each tokenizer, special tokens included, by the tokenizer's folder name."""
+    tokens: Mapping[str, TokenFacts]
+    """Row length and padding of each tokenizer, by the tokenizer's folder name."""
     guidance: float
     """Guidance scale used when none is asked for."""
     sizes_multiple_of: int
@@ -80,7 +90,11 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def facts(self, configs: Mapping[str, Config]) -> ModelFacts:
-        """Read what the runtime must know from the configs of the checkpoint's folders."""
+        """Read what the runtime must know from the configs of the checkpoint's folders.
+
+        A tokenizer folder's config is its tokenizer_config.json, with the entries of its special_tokens_map.json laid
+        over it where it has one (as transformers does for checkpoints that have both).
+        """
 
     @abstractmethod
     def components(self, configs: Mapping[str, Config]) -> tuple[ComponentSpec, ...]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trtdiff.errors import CheckpointError
-from trtdiff.families.base import ComponentSpec, Config, LatentFacts, ModelFacts, ModelFamily
+from trtdiff.families.base import ComponentSpec, Config, LatentFacts, ModelFacts, ModelFamily, TokenFacts
 from trtdiff.types import Array, TensorSpec
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class StableDiffusion(ModelFamily):
                 width=columns * downscale,
             ),
             conditions=(TensorSpec("encoder_hidden_states", "float32", ("batch", "tokens", text["hidden_size"])),),
-            tokens={"tokenizer": text["max_position_embeddings"]},
+            tokens={"tokenizer": _tokens(configs.get("tokenizer", {}), text["max_position_embeddings"])},
             guidance=7.5,
             sizes_multiple_of=max(8, downscale),
         )
@@ -108,6 +108,15 @@ class StableDiffusion(ModelFamily):
         """Run the text encoder over padded token ids; the last hidden state is the condition."""
         ids = np.stack([tokenizers["tokenizer"].encode(prompt) for prompt in prompts])  # [B, tokens] int64
         return {"encoder_hidden_states": sessions["text_encoder"].run({"input_ids": ids})["encoder_hidden_states"]}
+
+
+def _tokens(tokenizer: Config, positions: int) -> TokenFacts:
+    """Read the padding token (a word, or a dictionary that holds it) and the row length that the text encoder takes."""
+    pad = tokenizer.get("pad_token") or "<|endoftext|>"
+    return TokenFacts(
+        limit=min(positions, tokenizer.get("model_max_length") or positions),
+        pad=pad["content"] if isinstance(pad, Mapping) else pad,
+    )
 
 
 # --- the modules that are traced: tensors in, tensors out ------------------------------------------------------------
