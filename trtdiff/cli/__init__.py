@@ -35,12 +35,14 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(import_module(module), name)
         return command
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's signature
         """List the verbs without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         """Name the nearest verb where one is misspelt."""
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             import difflib
@@ -53,7 +55,7 @@ class LazyGroup(click.Group):
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="trtdiff")
 def cli() -> None:
-    """Compile diffusion checkpoints into engines, run them without PyTorch, prove that the pictures are the same.
+    r"""Compile diffusion checkpoints into engines, run them without PyTorch, prove that the pictures are the same.
 
     \b
     trtdiff export checkpoints/digits

@@ -1,0 +1,166 @@
+"""`trtdiff doctor`: what this machine can do, and what is missing for the rest."""
+
+import ctypes
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
+
+import click
+
+from trtdiff import __version__
+from trtdiff.cli.options import json_option
+from trtdiff.machine import available_memory, physical_cores
+
+VERBS: dict[str, tuple[str, ...]] = {
+    "export": ("compile",),
+    "build --target cpu": ("compile", "cpu"),
+    "run (onnxruntime)": ("cpu",),
+    "check": ("compile", "cpu"),
+}
+"""What a person may want to do → the extras that it takes."""
+
+EXTRAS = ("compile", "cpu")
+"""Extras this version uses. Those for GPUs are installable, and nothing here drives them yet."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """A distribution an extra asks for."""
+
+    name: str
+    found: str | None
+    """Installed version, or None."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything `doctor` found."""
+
+    trtdiff: str
+    python: str
+    system: str
+    cpu: str
+    cores: int
+    memory_available: int
+    disk_free: int
+    gpus: tuple[str, ...]
+    libraries: dict[str, tuple[Library, ...]]
+    can: dict[str, str]
+    """Verb → `yes`, or what is missing and how to get it."""
+    problems: tuple[str, ...]
+
+
+def diagnose() -> Diagnosis:
+    """Look at this machine; imports none of the libraries it reports."""
+    libraries = {extra: _libraries(extra) for extra in EXTRAS}
+    can = {}
+    for verb, extras in VERBS.items():
+        missing = [extra for extra in extras if any(item.found is None for item in libraries[extra])]
+        absent = [item.name for extra in missing for item in libraries[extra] if item.found is None]
+        can[verb] = f"no: {', '.join(absent)} missing; pip install 'trtdiff[{','.join(extras)}]'" if missing else "yes"
+    problems = []
+    if _version("onnxruntime") and _version("onnxruntime-gpu"):
+        problems.append("onnxruntime and onnxruntime-gpu are both installed and overwrite each other: uninstall both, "
+                        "then install one")  # fmt: skip
+    return Diagnosis(
+        trtdiff=__version__,
+        python=f"{platform.python_version()} ({sys.executable})",
+        system=platform.platform(),
+        cpu=_cpu(),
+        cores=physical_cores(),
+        memory_available=available_memory(),
+        disk_free=shutil.disk_usage(Path.cwd()).free,
+        gpus=gpus(),
+        libraries=libraries,
+        can=can,
+        problems=tuple(problems),
+    )
+
+
+def gpus() -> tuple[str, ...]:
+    """Names of the NVIDIA GPUs that the driver shows; empty without a driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1" if os.name != "nt" else "nvcuda.dll")
+    except OSError:
+        return ()
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+    found = []
+    for index in range(count.value):
+        device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
+        if not driver.cuDeviceGet(ctypes.byref(device), index) and not driver.cuDeviceGetName(name, 256, device):
+            found.append(name.value.decode())
+    return tuple(found)
+
+
+def _libraries(extra: str) -> tuple[Library, ...]:
+    """Read what an extra asks for from this package's own metadata."""
+    asked = (line.replace('"', "'") for line in requires("trtdiff") or [])
+    wanted = [re.split(r"[^A-Za-z0-9_.-]", line)[0] for line in asked if line.endswith(f"extra == '{extra}'")]
+    return tuple(Library(name, _version(name)) for name in wanted)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+@click.command()
+@json_option
+def doctor(*, as_json: bool) -> None:
+    r"""Say what this machine can export, build and run, and what is missing.
+
+    \b
+    trtdiff doctor
+    trtdiff doctor --json
+    """
+    found = diagnose()
+    if as_json:
+        click.echo(json.dumps(asdict(found), indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    machine = Table.grid(padding=(0, 2))
+    facts: dict[str, Any] = {
+        "trtdiff": found.trtdiff,
+        "Python": found.python,
+        "system": found.system,
+        "CPU": f"{found.cpu}, {found.cores} cores",
+        "memory": f"{found.memory_available / 1e9:.1f} GB available",
+        "disk": f"{found.disk_free / 1e9:.1f} GB free here",
+        "GPU": ", ".join(found.gpus) or "none that an NVIDIA driver shows",
+    }
+    for name, value in facts.items():
+        machine.add_row(name, value)
+    console.print(machine)
+    table = Table("extra", "library", "installed")
+    for extra, libraries in found.libraries.items():
+        for library in libraries:
+            table.add_row(extra, library.name, library.found or "[red]missing[/red]")
+    console.print(table)
+    abilities = Table("to", "this machine can")
+    for verb, answer in found.can.items():
+        abilities.add_row(verb, answer)
+    console.print(abilities)
+    for problem in found.problems:
+        console.print(f"[yellow]problem:[/yellow] {problem}")
