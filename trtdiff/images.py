@@ -1,0 +1,120 @@
+"""Pictures in and out: files to arrays as diffusers prepares them, arrays to PNG files that carry their parameters."""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
+
+from trtdiff.errors import UsageError
+from trtdiff.records import whole_file
+
+METADATA = "trtdiff"
+"""Key of the PNG text chunk that holds the parameters as JSON; `parameters` holds them as one line for people."""
+
+
+def open_image(source: Path | str | Image.Image) -> Image.Image:
+    """Read a picture as upright 8-bit RGB.
+
+    EXIF rotation is applied; transparency is laid over white (diffusers drops it and shows whatever colour lies under
+    it; for opaque pictures the two agree); 16-bit grey is scaled, not clipped.
+    """
+    if isinstance(source, Image.Image):
+        return _rgb(source)
+    path = Path(source)
+    try:
+        with Image.open(path) as image:
+            return _rgb(image)
+    except FileNotFoundError:
+        raise UsageError(f"there is no picture {path}") from None
+    except UnidentifiedImageError:
+        raise UsageError(f"{path.name} is not a picture that can be read", where=str(path)) from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise UsageError(f"cannot read the picture {path.name}: {error}", where=str(path)) from None
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # 16-bit grey, as PNG stores it
+        return Image.fromarray(np.clip(np.asarray(image, np.float64) / 257 + 0.5, 0, 255).astype(np.uint8)).convert(
+            "RGB"
+        )
+    if image.mode == "F":
+        raise UsageError("a floating-point picture has no agreed white", hint="save it as an 8-bit PNG")
+    if image.has_transparency_data:
+        colours = image.convert("RGBA")
+        page = Image.new("RGBA", colours.size, "white")
+        return Image.alpha_composite(page, colours).convert("RGB")
+    return image.convert("RGB")
+
+
+def to_array(image: Image.Image, height: int, width: int) -> npt.NDArray[np.float32]:  # [3, height, width]
+    """Resize with Lanczos and map 0 … 255 to -1 … 1, as diffusers' `VaeImageProcessor.preprocess` does."""
+    resized = image if image.size == (width, height) else image.resize((width, height), Image.Resampling.LANCZOS)
+    pixels = np.asarray(resized, np.float32) / np.float32(255)
+    return np.ascontiguousarray((np.float32(2) * pixels - np.float32(1)).transpose(2, 0, 1))
+
+
+def to_images(array: npt.NDArray[np.float32]) -> list[Image.Image]:
+    """Map [B, 3, H, W] from -1 … 1 to 8-bit pictures as `VaeImageProcessor.postprocess` does: halved, clipped, rounded."""
+    pixels = np.clip(array * np.float32(0.5) + np.float32(0.5), 0, 1)
+    levels = np.round(pixels * np.float32(255)).astype(np.uint8).transpose(0, 2, 3, 1)
+    return [Image.fromarray(np.ascontiguousarray(picture)) for picture in levels]
+
+
+def pixel_digest(image: Image.Image) -> str:
+    """Hexadecimal sha256 of the picture's size and RGB bytes: the same for every file format and metadata."""
+    size = f"{image.width}x{image.height}:".encode()
+    return hashlib.sha256(size + image.convert("RGB").tobytes()).hexdigest()
+
+
+def grid(images: Sequence[Image.Image], columns: int | None = None) -> Image.Image:
+    """Lay pictures of one size on a contact sheet, row by row; nearly square unless `columns` says otherwise."""
+    if not images:
+        raise UsageError("a contact sheet needs at least one picture")
+    columns = columns or math.ceil(math.sqrt(len(images)))
+    width, height = images[0].size
+    sheet = Image.new("RGB", (min(columns, len(images)) * width, -(-len(images) // columns) * height), "white")
+    for index, image in enumerate(images):
+        sheet.paste(image, (index % columns * width, index // columns * height))
+    return sheet
+
+
+def save_png(image: Image.Image, path: Path, parameters: Mapping[str, Any]) -> None:
+    """Write a PNG whole or not at all, with its parameters in two text chunks: a line for people, JSON for programs."""
+    texts = PngImagePlugin.PngInfo()
+    texts.add_itxt("parameters", parameter_line(parameters))
+    texts.add_itxt(METADATA, json.dumps(parameters, ensure_ascii=False))
+    with whole_file(path) as temporary:
+        image.save(temporary, format="PNG", pnginfo=texts)
+
+
+def read_parameters(path: Path) -> dict[str, Any] | None:
+    """Give the parameters that a PNG of ours carries; None where it carries none."""
+    with Image.open(path) as image:
+        text = getattr(image, "text", {}).get(METADATA)
+    if text is None:
+        return None
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def parameter_line(parameters: Mapping[str, Any]) -> str:
+    """Write parameters as the tools around Stable Diffusion do: prompt, negative prompt, then `Key: value, …`."""
+    rest = {key: value for key, value in parameters.items() if key not in {"prompt", "negative"} and value is not None}
+    lines = [str(parameters.get("prompt", ""))]
+    if parameters.get("negative"):
+        lines.append(f"Negative prompt: {parameters['negative']}")
+    lines.append(", ".join(f"{key.replace('_', ' ').capitalize()}: {_plain(value)}" for key, value in rest.items()))
+    return "\n".join(lines)
+
+
+def _plain(value: Any) -> str:
+    text = str(value)
+    return json.dumps(text, ensure_ascii=False) if re.search(r'[,:"\n]', text) else text
