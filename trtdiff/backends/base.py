@@ -55,7 +55,9 @@ class Session(Protocol):
     def __enter__(self) -> Self:
         """Use as a context manager."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Close."""
 
 

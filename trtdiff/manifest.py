@@ -1,0 +1,112 @@
+"""`manifest.json`: how one entry of the store was made, and the key that follows from it.
+
+A key is the sha256 of the *spec*: everything that determines the result and nothing else (no times, no paths). So two
+specs with one key are the same build, and where keys differ, `differences` of the specs says why.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trtdiff.digest import KEY_SCHEMA_VERSION, digest
+from trtdiff.errors import ArtefactError
+from trtdiff.files import FileFacts
+from trtdiff.records import read_record
+from trtdiff.types import TensorSpec
+
+MANIFEST_SCHEMA = 1
+MANIFEST_FILE = "manifest.json"
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Everything that determines an engine."""
+
+    component: str
+    graph: str
+    """sha256 of the exported graph."""
+    weights: Mapping[str, str]
+    """Weight file → sha256."""
+    profile: Mapping[str, str]
+    """Symbolic dimension of this component → min:opt:max."""
+    recipe: Mapping[str, Any]
+    """Content of the precision recipe, its name included."""
+    options: Mapping[str, Any]
+    """Builder options of the backend."""
+    backend: str
+    backend_version: str
+    device: str
+    """What the engine is compiled for; `cpu` where it does not depend on the kind of CPU."""
+    device_details: Mapping[str, str]
+    trtdiff: str
+    code: str
+    """sha256 of trtdiff's own passes, recipes and backends: an engine made by other code is another engine."""
+    key_schema: int = KEY_SCHEMA_VERSION
+
+
+@dataclass(frozen=True)
+class SamplersSpec:
+    """Everything that determines a file of sampler tables."""
+
+    schedulers: tuple[str, ...]
+    config: Mapping[str, Any]
+    """The checkpoint's scheduler config."""
+    pipeline: str
+    diffusers: str
+    trtdiff: str
+    code: str
+    key_schema: int = KEY_SCHEMA_VERSION
+
+
+Spec = EngineSpec | SamplersSpec
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What stands beside an artefact. `files` are relative to the manifest's folder."""
+
+    schema: int
+    key: str
+    spec: Mapping[str, Any]
+    files: Mapping[str, FileFacts]
+    inputs: tuple[TensorSpec, ...] = ()
+    """Bindings of an engine, as its backend reads them back."""
+    outputs: tuple[TensorSpec, ...] = ()
+    realised: Mapping[str, Any] = field(default_factory=dict)
+    """What the compiler said it made."""
+    seconds: float = 0.0
+    """How long the worker took."""
+    peak_memory: int = 0
+    """Largest resident size of the worker, in bytes."""
+
+
+def spec_json(spec: Spec | Mapping[str, Any]) -> dict[str, Any]:
+    """Give a spec as plain JSON-like values."""
+    plain: dict[str, Any] = msgspec.to_builtins(spec)
+    return plain
+
+
+def key_of(spec: Spec | Mapping[str, Any]) -> str:
+    """Name what a spec makes: 32 hexadecimal digits (128 bits) of its sha256."""
+    return digest(spec_json(spec))[:32]
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read a manifest whose key is indeed that of its spec. Raises ArtefactError."""
+    manifest = read_record(path, Manifest, schema=MANIFEST_SCHEMA)
+    if key_of(manifest.spec) != manifest.key:
+        raise ArtefactError("the key does not follow from the spec: the manifest was edited", where=str(path),
+                            hint="build again with --force")  # fmt: skip
+    return manifest
+
+
+def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (field path, old value, new value) wherever two JSON-like values differ; None stands for absent."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for name in dict.fromkeys((*old, *new)):
+            yield from differences(old.get(name), new.get(name), f"{path}.{name}" if path else str(name))
+    elif type(old) is not type(new) or old != new:
+        yield path, old, new
