@@ -37,7 +37,7 @@ class Tokenizer:
         def read() -> "tokenizers.Tokenizer":
             try:
                 made = tokenizers.Tokenizer.from_file(str(path))
-            except Exception as error:  # the library raises bare Exception
+            except Exception as error:  # noqa: BLE001 - the library raises bare Exception
                 raise ArtefactError(
                     f"cannot read {path.name}: {error}", where=str(path), hint="make it again"
                 ) from None

@@ -1,0 +1,192 @@
+"""The denoising loop: one engine execution a step, on buffers and calls that were prepared before.
+
+Everything that a step reads lies ready when the loop begins: the window of the latent log, this step's coefficients,
+timestep and scale as rows of arrays for the whole run, conditions and guidance weights. Call i always sees the same
+addresses, so it is bound once and used again by every later request of the same shape.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trtdiff.backends.base import Session
+from trtdiff.errors import TrtdiffError, UsageError
+from trtdiff.latent_log import ENTRY, LatentLog, slots_for
+from trtdiff.noise import TorchStream
+from trtdiff.sampler import SamplerTable, run_loop, stack_tables
+from trtdiff.types import Array
+
+_ROWS = 32
+"""Calls that the arrays of coefficients grow by."""
+
+
+class NonFiniteError(TrtdiffError):
+    """A network gave NaN or infinity; `call` and `image` say where first."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a batch of pictures starts from, and where its noises come from."""
+
+    noise: Array  # [B, C, h, w], the first N(0, 1) draw
+    clean: Array | None  # [B, C, h, w], image-to-image only
+    streams: Sequence[TorchStream]
+    """One a picture, standing right after its first draw."""
+
+    def draw(self) -> Array:  # [B, C, h, w]
+        """Draw every picture's next noise from its own stream."""
+        one = (1, *self.noise.shape[1:])
+        return np.concatenate([stream.randn(one) for stream in self.streams])
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end of a loop: what the decoder needs, and how long each step took."""
+
+    window: Array  # [K, B, C, h, w]
+    coefficients: Array  # [K, B]
+    seconds: Sequence[float]
+    """One a model call: from the end of the one before to its own end, host work included."""
+
+
+class DenoisingLoop:
+    """Buffers for one shape of request, and one prepared call a step. Not thread-safe, as its session is not."""
+
+    def __init__(
+        self, session: Session, noise: Sequence[int], conditions: Mapping[str, Sequence[int]], window: int
+    ) -> None:
+        """`noise` is the shape [B, C, h, w], `conditions` the shapes [G, B, …] by name, `window` the entries m."""
+        self._session = session
+        self._types = {spec.name: spec.dtype for spec in (*session.inputs, *session.outputs)}
+        self._window = window
+        self._batch = noise[0]
+        self._log = LatentLog(self._allocate("window", (slots_for(window), *noise)), window)
+        branches = next(iter(conditions.values()))[0]
+        self._fixed = {name: self._allocate(name, shape) for name, shape in conditions.items()}
+        self._fixed["guidance"] = self._allocate("guidance", (branches, self._batch))
+        self._rows: dict[str, Array] = {}
+        self._calls: list[Callable[[], None]] = []
+
+    def run(
+        self,
+        table: SamplerTable,
+        start: Start,
+        conditions: Mapping[str, Array],
+        guidance: Array,  # [G]
+        *,
+        watch: bool = False,
+        after: Callable[[], None] | None = None,
+    ) -> Finished:
+        """Run one batch; the window it returns is valid until the next run.
+
+        `watch` looks at every prediction and raises NonFiniteError at the first that is not finite.
+        """
+        log = self._log
+        log.start(start.noise, start.clean)
+        for name, value in conditions.items():
+            self._fixed[name][...] = value
+        self._fixed["guidance"][...] = guidance[:, None]
+        self._write_rows(table)
+        draws, seconds = table.draws.tolist(), []
+        before = time.perf_counter()
+        for number in range(table.calls):
+            if number == len(self._calls):
+                self._calls.append(self._bind(number))
+            self._calls[number]()
+            if watch:
+                check_finite(log.prediction, f"the denoiser's prediction at step {number + 1} of {table.calls}")
+            if draws[number]:
+                log.noise[...] = start.draw()
+            log.advance()
+            now = time.perf_counter()
+            seconds.append(now - before)
+            before = now
+            if after is not None:
+                after()
+        return Finished(log.window, self._rows["coefficients"][table.calls], seconds)
+
+    def _write_rows(self, table: SamplerTable) -> None:
+        """Lay the table out for every call, growing the arrays where it has more calls than any before."""
+        stacked = stack_tables([table] * self._batch, self._window)
+        if not self._rows or table.calls > len(self._rows["timestep"]):
+            calls = -(-table.calls // _ROWS) * _ROWS
+            width = ENTRY * self._window
+            self._rows = {
+                "coefficients": self._allocate("coefficients", (calls + 1, width, self._batch)),
+                "timestep": self._allocate("timestep", (calls, self._batch)),
+                "scale": self._allocate("scale", (calls, self._batch)),
+            }
+            self._calls.clear()
+        self._rows["coefficients"][: table.calls + 1] = stacked.coefficients
+        self._rows["timestep"][: table.calls] = stacked.timesteps
+        self._rows["scale"][: table.calls] = stacked.scales
+
+    def _bind(self, number: int) -> Callable[[], None]:
+        """Prepare call `number`; the log stands where that call always finds it."""
+        rows = {name: values[number] for name, values in self._rows.items()}
+        log = self._log
+        views = {"window": log.window, "latent": log.latent, "prediction": log.prediction}
+        return self._session.bind({**views, **rows, **self._fixed})
+
+    def _allocate(self, name: str, shape: Sequence[int]) -> Array:
+        return self._session.allocate(shape, self._types[name])
+
+
+def run_on_host(
+    session: Session,
+    table: SamplerTable,
+    start: Start,
+    conditions: Mapping[str, Array],
+    guidance: Array,
+    *,
+    slots: int,
+    after: Callable[[], None] | None = None,
+) -> Finished:
+    """Run one batch with the sampler in numpy and the engine as a plain denoiser. For looking at it, not for speed.
+
+    `slots` is the K that the engine was built for: the latent goes to the last slot with coefficient 1.
+    """
+    batch = len(start.noise)
+    window = np.zeros((slots, *start.noise.shape), np.float32)
+    coefficients = np.zeros((slots, batch), np.float32)
+    coefficients[-1] = 1
+    fixed = {**conditions, "guidance": np.repeat(guidance[:, None], batch, axis=1), "coefficients": coefficients}
+    seconds = []
+
+    def predict(model_input: Array, timestep: float, call: int) -> Array:
+        began = time.perf_counter()
+        window[-1] = model_input
+        feeds = {**fixed, "window": window, "timestep": np.full(batch, timestep), "scale": np.ones(batch)}
+        outputs = session.run({spec.name: feeds[spec.name].astype(spec.dtype, copy=False) for spec in session.inputs})
+        check_finite(outputs["prediction"], f"the denoiser's prediction at step {call + 1} of {table.calls}")
+        seconds.append(time.perf_counter() - began)
+        if after is not None:
+            after()
+        return outputs["prediction"]
+
+    window[-1] = run_loop(table, predict, start.noise, clean=start.clean, draw=start.draw)
+    return Finished(window, coefficients, seconds)
+
+
+def slots_of(engine: int, table: SamplerTable) -> int:
+    """Give K for a table: what the engine was built for (0: any), or what the table needs."""
+    needed = ENTRY * table.window
+    if engine and needed > engine:
+        raise UsageError(
+            f"scheduler {table.name} looks back on {table.window} entries, the engine on {engine // ENTRY}",
+            hint="build the bundle with this scheduler, or run it with the host loop",
+        )
+    return engine or needed
+
+
+def check_finite(values: Array, what: str) -> None:
+    """Raise NonFiniteError that names the first image of the batch [B, …] with NaN or infinity."""
+    if np.isfinite(values).all():
+        return
+    image = int(np.argmin(np.isfinite(values.reshape(len(values), -1)).all(axis=1)))
+    raise NonFiniteError(
+        f"{what} is not finite (picture {image + 1} of the batch)",
+        hint="where the precision is fp16, build with one of a larger range (bf16, or fp32 for this component)",
+    )
