@@ -62,7 +62,7 @@ def to_array(image: Image.Image, height: int, width: int) -> npt.NDArray[np.floa
 
 
 def to_images(array: npt.NDArray[np.float32]) -> list[Image.Image]:
-    """Map [B, 3, H, W] in -1 … 1 to 8-bit pictures: halved, clipped, rounded as `VaeImageProcessor.postprocess` does."""
+    """Map [B, 3, H, W] in -1 … 1 to 8-bit pictures: halved, clipped, rounded as diffusers does it."""
     pixels = np.clip(array * np.float32(0.5) + np.float32(0.5), 0, 1)
     levels = np.round(pixels * np.float32(255)).astype(np.uint8).transpose(0, 2, 3, 1)
     return [Image.fromarray(np.ascontiguousarray(picture)) for picture in levels]
