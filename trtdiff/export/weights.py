@@ -1,0 +1,202 @@
+"""Put a component's weights beside its graph, where ONNX may refer to them.
+
+ONNX external data must lie in the model's own folder, in files that are neither symbolic nor hard links: so a
+checkpoint's safetensors files are copied there (a reflink, costing nothing, where the file system has them). Only
+where the stored bytes cannot be used as they are, because another type is wanted, or they lie in a pickle, or are not
+aligned, is one new safetensors file written, tensor by tensor.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from trtdiff.digest import file_digest, remember
+from trtdiff.errors import CheckpointError, StorageError, UsageError
+from trtdiff.export.convert import converted_dtype, planned_bytes, write_converted
+from trtdiff.export.renames import near_names, same_elements, stored_name
+from trtdiff.export.safetensors_index import TensorRef
+from trtdiff.records import whole_file
+from trtdiff.types import names
+
+WANTED = ("stored", "float32", "float16", "bfloat16")
+Progress = Callable[[int], None]
+
+_STEP = 1 << 26  # bytes copied between two calls of progress
+_SPARE = 1 << 20  # bytes left free on the disk, for the graph
+
+
+def place_weights(
+    tensors: Mapping[str, TensorRef],
+    needed: Mapping[str, tuple[int, ...]],
+    out: Path,
+    stem: str,
+    *,
+    dtype: str = "stored",
+    progress: Progress | None = None,
+) -> dict[str, TensorRef]:
+    """Put what a component needs into `out/weights/` and give references there, by the needed names and shapes.
+
+    `needed` holds every parameter and persistent buffer of the module with its shape; what else the checkpoint has is
+    ignored. With `dtype="stored"` whole files are copied (`<stem>.safetensors`, or `<stem>-00001-of-00002.safetensors`
+    …); with another type floats are converted into one `<stem>.safetensors`, and integers stay. Call it once for a
+    folder, with the union of what its graphs need: a second call replaces the files. The files' digests are known to
+    `trtdiff.digest.file_digest` afterwards without reading them again. `progress` is told bytes written.
+
+    Raises CheckpointError for a tensor that is missing, has another shape or does not fit the type; StorageError where
+    the disk has no room.
+    """
+    if dtype not in WANTED:
+        raise UsageError(f"weights cannot be stored as {dtype!r}", hint=f"one of: {', '.join(WANTED)}")
+    found = find_needed(tensors, needed)
+    folder = out / "weights"
+    if _usable(found, dtype):
+        return _copied(found, folder, stem, progress)
+    _check_room(folder, planned_bytes(found, dtype))
+    return write_converted(found, folder / f"{stem}.safetensors", dtype=dtype, progress=progress)
+
+
+def placement_bytes(tensors: Mapping[str, TensorRef], needed: Mapping[str, tuple[int, ...]], dtype: str) -> int:
+    """Bytes that `place_weights` would write, and tell `progress` of."""
+    found = find_needed(tensors, needed)
+    if _usable(found, dtype):
+        return sum(file.stat().st_size for file in {ref.file for ref in found.values()})
+    return planned_bytes(found, dtype)
+
+
+def find_needed(tensors: Mapping[str, TensorRef], needed: Mapping[str, tuple[int, ...]]) -> dict[str, TensorRef]:
+    """Give each needed tensor's stored reference in the needed shape, through the table of old names."""
+    found: dict[str, TensorRef] = {}
+    missing = []
+    for name, shape in needed.items():
+        stored = stored_name(name, tensors)
+        if stored is None:
+            missing.append(name)
+            continue
+        ref = tensors[stored]
+        if not same_elements(ref.shape, shape):
+            raise CheckpointError(
+                f"tensor {stored} has shape {list(ref.shape)}, the model needs {list(shape)}",
+                where=str(ref.file),
+                hint="the config does not belong to these weights; get both from the same checkpoint",
+            )
+        found[name] = _reshaped(ref, tuple(shape))
+    if missing:
+        _refuse_missing(missing, tensors)
+    return found
+
+
+def _reshaped(ref: TensorRef, shape: tuple[int, ...]) -> TensorRef:
+    """Give the same elements another shape that differs in dimensions of 1."""
+    if ref.shape == shape:
+        return ref
+    strides = None
+    if ref.strides is not None:
+        real = iter([step for n, step in zip(ref.shape, ref.strides, strict=True) if n != 1])
+        strides = tuple(1 if n == 1 else next(real) for n in shape)
+    return TensorRef(ref.file, ref.dtype, shape, ref.offset, ref.nbytes, strides)
+
+
+def _refuse_missing(missing: list[str], tensors: Mapping[str, TensorRef]) -> None:
+    near = near_names(missing[0], tensors)
+    files = sorted({str(ref.file) for ref in tensors.values()})
+    raise CheckpointError(
+        f"{len(missing)} needed tensors are missing: {names(missing, 4)}"
+        if len(missing) > 1
+        else f"tensor {missing[0]} is missing",
+        where=names(files, 2) or "a component without weights",
+        hint=f"near names in the file: {', '.join(near)}"
+        if near
+        else "the config does not belong to these weights; get both from the same checkpoint",
+    )
+
+
+def _usable(found: Mapping[str, TensorRef], dtype: str) -> bool:
+    """Whether the stored files can serve as they are."""
+    return all(
+        ref.file.suffix == ".safetensors" and ref.aligned and converted_dtype(ref, dtype) == ref.dtype
+        for ref in found.values()
+    )
+
+
+def _copied(found: Mapping[str, TensorRef], folder: Path, stem: str, progress: Progress | None) -> dict[str, TensorRef]:
+    files = sorted({ref.file for ref in found.values()})
+    _check_room(folder, sum(file.stat().st_size for file in files))
+    places = {}
+    for number, file in enumerate(files, 1):
+        part = "" if len(files) == 1 else f"-{number:05d}-of-{len(files):05d}"
+        places[file] = folder / f"{stem}{part}.safetensors"
+        _copy(file, places[file], progress)
+    return {
+        name: TensorRef(places[ref.file], ref.dtype, ref.shape, ref.offset, ref.nbytes) for name, ref in found.items()
+    }
+
+
+def _copy(source: Path, target: Path, progress: Progress | None) -> None:
+    """Copy a file inside the kernel, and let the copy inherit the source's digest.
+
+    Hashing needs the bytes in this process, copying does not: hashing while copying would turn a reflink into a read
+    and a write of everything. So the source is hashed once in its life (remembered, and every later export of it
+    reads nothing), and the copy, made by the kernel and of the same length, is given that digest. A source that changes
+    on the way is noticed by its size and time.
+    """
+    try:
+        known = file_digest(source)
+        before = source.stat()
+        with source.open("rb") as reader, whole_file(target) as temporary, temporary.open("wb") as writer:
+            copied = _copy_bytes(reader.fileno(), writer.fileno(), before.st_size, progress)
+            after = source.stat()
+            if copied != after.st_size or after.st_mtime_ns != before.st_mtime_ns:
+                raise CheckpointError(
+                    f"{source.name} changed while it was copied",
+                    where=str(source),
+                    hint="wait until its download is complete, then export again",
+                )
+    except OSError as error:
+        raise CheckpointError(f"cannot read {source.name}: {error.strerror}", where=str(source)) from None
+    remember(target, known)
+
+
+def _copy_bytes(reader: int, writer: int, size: int, progress: Progress | None) -> int:
+    """Copy `size` bytes from the start of one descriptor to another; gives how many there were."""
+    done, in_kernel = 0, hasattr(os, "copy_file_range")
+    while done < size:
+        count = min(_STEP, size - done)
+        if in_kernel:
+            try:
+                step = os.copy_file_range(reader, writer, count)
+            except OSError as error:
+                if error.errno not in {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}:
+                    raise
+                in_kernel = False
+                continue
+            if not step and not done:  # some file systems answer 0 for what they cannot do
+                in_kernel = False
+                continue
+        else:
+            step = _write_all(writer, os.read(reader, min(count, 1 << 22)))
+        if not step:
+            break
+        done += step
+        if progress is not None:
+            progress(step)
+    return done
+
+
+def _write_all(writer: int, chunk: bytes) -> int:
+    left = memoryview(chunk)
+    while left:
+        left = left[os.write(writer, left) :]
+    return len(chunk)
+
+
+def _check_room(folder: Path, nbytes: int) -> None:
+    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(there).free
+    if nbytes + _SPARE > free:
+        raise StorageError(
+            f"the weights need {nbytes / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB free",
+            where=str(folder),
+            hint="free some space or choose another folder; nothing was written",
+        )
