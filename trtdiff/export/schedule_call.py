@@ -1,0 +1,125 @@
+"""How a pipeline calls its scheduler: the part of sampling that belongs to the model family, not to the scheduler.
+
+A diffusers pipeline decides what it passes to `set_timesteps`, how the first latent is made, which arguments `step` gets,
+and it even rewrites fields of the scheduler's config. `ScheduleCall` holds these decisions; `diffusers_loop` is then
+the denoising loop itself, the same for every family.
+"""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+class ScheduleCall(ABC):
+    """A pipeline's own way with schedulers. Tensors and schedulers are torch's and diffusers'."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> Mapping[str, Any]:
+        """JSON-like value that says which call this is; part of every table's digest."""
+
+    @abstractmethod
+    def adopt(self, scheduler: Any) -> None:
+        """Change the config of the scheduler that the pipeline is built with, as the pipeline's constructor does."""
+
+    @abstractmethod
+    def set_timesteps(self, scheduler: Any, steps: int) -> None:
+        """Prepare the scheduler for this many steps."""
+
+    @abstractmethod
+    def timesteps(self, scheduler: Any, steps: int, start: int | None) -> Any:  # [calls]
+        """Give the timesteps of the loop, one a model call; a start (image to image) skips that many steps."""
+
+    @abstractmethod
+    def first_latent(self, scheduler: Any, noise: Any, clean: Any | None, timesteps: Any) -> Any:
+        """Make x_0 from the N(0, 1) draw and, for image to image, the clean latent."""
+
+    @abstractmethod
+    def model_input(self, scheduler: Any, latent: Any, timestep: Any) -> Any:
+        """Scale a latent for the model."""
+
+    @abstractmethod
+    def step(self, scheduler: Any, prediction: Any, timestep: Any, latent: Any, generator: Any) -> Any:
+        """Take one step."""
+
+
+@dataclass(frozen=True)
+class StableDiffusionCall(ScheduleCall):
+    """Stable Diffusion 1, 2 and XL: StableDiffusionPipeline and StableDiffusionImg2ImgPipeline."""
+
+    eta: float = 0.0
+    """The pipeline's `eta`, passed to every scheduler whose step takes one (DDIM, TCD)."""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Name and options."""
+        return {"pipeline": "stable-diffusion", "eta": self.eta}
+
+    def adopt(self, scheduler: Any) -> None:
+        """Do as the constructor does with configs of its first year: `steps_offset` is 1, `clip_sample` is not true."""
+        from diffusers.configuration_utils import FrozenDict
+
+        config = dict(scheduler.config)
+        if config.get("steps_offset", 1) != 1:
+            config["steps_offset"] = 1
+        if config.get("clip_sample", False) is True:
+            config["clip_sample"] = False
+        if config != dict(scheduler.config):
+            scheduler._internal_dict = FrozenDict(config)  # noqa: SLF001 - the pipeline does it in these words
+
+    def set_timesteps(self, scheduler: Any, steps: int) -> None:
+        """`retrieve_timesteps` without custom timesteps or sigmas."""
+        scheduler.set_timesteps(steps)
+
+    def timesteps(self, scheduler: Any, steps: int, start: int | None) -> Any:  # noqa: ARG002 - other families need steps
+        """`get_timesteps` of the image-to-image pipeline; text to image leaves the begin index unset."""
+        if start is None:
+            return scheduler.timesteps
+        begin = start * scheduler.order
+        if hasattr(scheduler, "set_begin_index"):
+            scheduler.set_begin_index(begin)
+        return scheduler.timesteps[begin:]
+
+    def first_latent(self, scheduler: Any, noise: Any, clean: Any | None, timesteps: Any) -> Any:
+        """`prepare_latents` of either pipeline."""
+        if clean is None:
+            return noise * scheduler.init_noise_sigma
+        return scheduler.add_noise(clean, noise, timesteps[:1].repeat(len(clean)))
+
+    def model_input(self, scheduler: Any, latent: Any, timestep: Any) -> Any:
+        """`scale_model_input`, which a few schedulers lack."""
+        scale = getattr(scheduler, "scale_model_input", None)
+        return latent if scale is None else scale(latent, timestep)
+
+    def step(self, scheduler: Any, prediction: Any, timestep: Any, latent: Any, generator: Any) -> Any:
+        """`prepare_extra_step_kwargs`: eta and the generator go to steps that take them."""
+        offered = {"eta": self.eta, "generator": generator}
+        accepted = inspect.signature(scheduler.step).parameters
+        extra = {name: value for name, value in offered.items() if name in accepted}
+        return scheduler.step(prediction, timestep, latent, **extra, return_dict=False)[0]
+
+
+def diffusers_loop(
+    scheduler: Any,
+    call: ScheduleCall,
+    *,
+    steps: int,
+    start: int | None,
+    predict: Callable[[Any, Any, int], Any],
+    noise: Any,
+    clean: Any | None,
+    generator: Any,
+) -> Any:  # [B, C, h, w]
+    """Run diffusers' own denoising loop: the reference that tables are held against.
+
+    `predict(model_input, timestep, call index)` is the model; `noise` and `clean` are torch tensors [B, C, h, w].
+    """
+    call.set_timesteps(scheduler, steps)
+    timesteps = call.timesteps(scheduler, steps, start)
+    latent = call.first_latent(scheduler, noise, clean if start is not None else None, timesteps)
+    for index, timestep in enumerate(timesteps):
+        prediction = predict(call.model_input(scheduler, latent, timestep), timestep, index)
+        latent = call.step(scheduler, prediction, timestep, latent, generator)
+    return latent

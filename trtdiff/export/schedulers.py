@@ -1,0 +1,240 @@
+"""Compile schedulers into sampler tables: which ones, under which names, and the file that holds them.
+
+Names follow what users of diffusers and of other programs call them; each is a diffusers class made as users make it,
+`Class.from_config(pipeline.scheduler.config, **overrides)`. `default` is the checkpoint's own. The file is a safetensors
+file that `trtdiff.sampler_book` reads; a row that several starts share stands in it once.
+"""
+
+import importlib
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trtdiff.errors import SamplerError, UsageError
+from trtdiff.export.affinity import check_affinity
+from trtdiff.export.schedule_call import ScheduleCall, StableDiffusionCall
+from trtdiff.export.sampler_pages import SamplerPages, write_book
+from trtdiff.export.scheduler_rows import Prober, RefusedSteps, Run, Stage
+from trtdiff.sampler_book import near
+
+
+@dataclass(frozen=True)
+class SchedulerChoice:
+    """A diffusers scheduler class and the config fields set on top of the checkpoint's."""
+
+    class_name: str
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+
+DEFAULT = "default"
+"""The checkpoint's own scheduler."""
+
+_PLAIN = {"use_karras_sigmas": False}
+_KARRAS = {"use_karras_sigmas": True}
+_2M = {"algorithm_type": "dpmsolver++", "solver_order": 2}
+_SDE = {"algorithm_type": "sde-dpmsolver++", "solver_order": 2}
+
+SCHEDULERS: dict[str, SchedulerChoice] = {
+    "ddim": SchedulerChoice("DDIMScheduler"),
+    "ddpm": SchedulerChoice("DDPMScheduler"),
+    "deis": SchedulerChoice("DEISMultistepScheduler"),
+    "dpm2": SchedulerChoice("KDPM2DiscreteScheduler", _PLAIN),
+    "dpm2_a": SchedulerChoice("KDPM2AncestralDiscreteScheduler", _PLAIN),
+    "dpm2_a_karras": SchedulerChoice("KDPM2AncestralDiscreteScheduler", _KARRAS),
+    "dpm2_karras": SchedulerChoice("KDPM2DiscreteScheduler", _KARRAS),
+    "dpmpp_2m": SchedulerChoice("DPMSolverMultistepScheduler", _2M | _PLAIN),
+    "dpmpp_2m_karras": SchedulerChoice("DPMSolverMultistepScheduler", _2M | _KARRAS),
+    "dpmpp_2m_sde": SchedulerChoice("DPMSolverMultistepScheduler", _SDE | _PLAIN),
+    "dpmpp_2m_sde_karras": SchedulerChoice("DPMSolverMultistepScheduler", _SDE | _KARRAS),
+    "dpmpp_2s": SchedulerChoice("DPMSolverSinglestepScheduler", _2M | _PLAIN),
+    "dpmpp_2s_karras": SchedulerChoice("DPMSolverSinglestepScheduler", _2M | _KARRAS),
+    "dpmpp_3m": SchedulerChoice("DPMSolverMultistepScheduler", {**_2M, **_PLAIN, "solver_order": 3}),
+    "euler": SchedulerChoice("EulerDiscreteScheduler", _PLAIN),
+    "euler_a": SchedulerChoice("EulerAncestralDiscreteScheduler"),
+    "euler_karras": SchedulerChoice("EulerDiscreteScheduler", _KARRAS),
+    "heun": SchedulerChoice("HeunDiscreteScheduler", _PLAIN),
+    "heun_karras": SchedulerChoice("HeunDiscreteScheduler", _KARRAS),
+    "lcm": SchedulerChoice("LCMScheduler"),
+    "lms": SchedulerChoice("LMSDiscreteScheduler", _PLAIN),
+    "lms_karras": SchedulerChoice("LMSDiscreteScheduler", _KARRAS),
+    "pndm": SchedulerChoice("PNDMScheduler"),
+    "sa_solver": SchedulerChoice("SASolverScheduler"),
+    "tcd": SchedulerChoice("TCDScheduler"),
+    "unipc": SchedulerChoice("UniPCMultistepScheduler", _PLAIN),
+}
+
+USUAL = (DEFAULT, "ddim", "euler", "euler_a", "dpmpp_2m", "dpmpp_2m_karras", "dpmpp_2m_sde_karras", "unipc")
+"""What is compiled when nobody asks for anything else."""
+
+REFUSED: dict[str, str] = {
+    "DPMSolverSDEScheduler": "its noise is a Brownian tree over the whole schedule, not draws from the image's generator",
+    "CosineDPMSolverMultistepScheduler": "its noise is a Brownian tree over the whole schedule, not draws from the image's generator",
+}
+"""Classes that no table can reproduce, and why."""
+
+MAX_STEPS = 100
+MAX_WINDOW = 16
+"""Entries. Known schedulers need 1 to 4; PNDM with its Runge-Kutta warm-up needs 11."""
+RESIDUAL = 1e-12
+"""Largest residual of a table. Measured: 0 for schedulers that look back on a few entries, 2e-15 for the others."""
+
+Progress = Callable[[str, int, int], None]
+"""Called with the scheduler's name, step counts done and step counts in all."""
+
+
+@dataclass(frozen=True)
+class SamplerReport:
+    """What compiling one scheduler gave."""
+
+    name: str
+    class_name: str
+    window: int
+    residual: float
+    affinity: float
+    """Largest relative difference from diffusers' own loop on a non-linear model at real amplitudes."""
+    steps: tuple[int, ...]
+    refused_steps: Mapping[int, str]
+    """Step counts that the scheduler itself refuses, each with its reason."""
+    rows: int
+    """Rows stored."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CompiledSamplers:
+    """What `compile_samplers` wrote."""
+
+    path: Path
+    size: int
+    """Bytes."""
+    samplers: tuple[SamplerReport, ...]
+    refused: Mapping[str, str]
+    """Optional schedulers left out, each with the reason."""
+
+
+def make_scheduler(config: Mapping[str, Any], name: str = DEFAULT, call: ScheduleCall | None = None) -> Any:
+    """Make the diffusers scheduler that a name stands for, from the checkpoint's `scheduler_config.json`.
+
+    The pipeline is built with the checkpoint's own scheduler, and may rewrite its config; the others are then made from
+    that config: `pipeline.scheduler = Class.from_config(pipeline.scheduler.config, **overrides)`.
+    """
+    if name != DEFAULT and name not in SCHEDULERS:
+        raise UsageError(f"no scheduler is called {name!r}", hint=near(name, [DEFAULT, *SCHEDULERS]))
+    own = _from_config(str(config.get("_class_name", "")), config, {})
+    (call or StableDiffusionCall()).adopt(own)
+    if name == DEFAULT:
+        return own
+    return _from_config(SCHEDULERS[name].class_name, own.config, SCHEDULERS[name].overrides)
+
+
+def compile_samplers(
+    config: Mapping[str, Any],
+    names: Sequence[str] = USUAL,
+    *,
+    path: Path,
+    call: ScheduleCall | None = None,
+    steps: Iterable[int] = range(1, MAX_STEPS + 1),
+    optional: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> CompiledSamplers:
+    """Compile the named schedulers of a checkpoint for all step counts and image-to-image starts, and write them to `path`.
+
+    A scheduler of `names` that cannot be a table is a SamplerError; one of `optional` is left out and reported.
+    """
+    call = call or StableDiffusionCall()
+    steps = tuple(steps)
+    if not names or not steps:
+        raise UsageError("no scheduler or no step count to compile")
+    pages, reports, refused = [], [], {}
+    for name in dict.fromkeys([*names, *optional]):
+        try:
+            page, report = compile_sampler(make_scheduler(config, name, call), name, call, steps=steps, progress=progress)
+        except SamplerError as error:
+            if name in names:
+                raise
+            refused[name] = error.message
+            continue
+        pages.append(page)
+        reports.append(report)
+    write_book(path, pages)
+    return CompiledSamplers(path, path.stat().st_size, tuple(reports), refused)
+
+
+def compile_sampler(
+    scheduler: Any, name: str, call: ScheduleCall, *, steps: Sequence[int], progress: Progress | None = None
+) -> tuple[SamplerPages, SamplerReport]:
+    """Compile one scheduler object: its pages of the book, and what was found out about it."""
+    began = time.perf_counter()
+    kind = type(scheduler).__name__
+    where = f"scheduler {name} ({kind})"
+    if kind in REFUSED:
+        raise SamplerError(f"{name}: {kind} cannot be compiled: {REFUSED[kind]}", where=where, hint="choose another scheduler")
+    say = progress or (lambda _name, _done, _total: None)
+    refused_steps: dict[int, str] = {}
+    runs: dict[int, tuple[Prober, Run]] = {}
+    with Stage(scheduler) as stage:
+        for count in steps:
+            try:
+                prober = Prober(stage, call, count)
+                runs[count] = (prober, prober.run(None))
+            except RefusedSteps as error:
+                refused_steps[count] = str(error)
+            say(name, len(runs) + len(refused_steps), 2 * len(steps))
+        if not runs:
+            raise SamplerError(f"{name}: {kind} runs at no step count: {next(iter(refused_steps.values()))}", where=where)
+        window = _window(name, [run for _, run in runs.values()])
+        pages = SamplerPages(name, kind, _identity(scheduler, call), window, refused_steps)
+        for done, (count, (prober, full)) in enumerate(runs.items()):
+            pages.add(count, None, full)
+            for start in range(count):
+                pages.add(count, start, prober.run(start, window, full))
+            say(name, len(steps) + done + 1, 2 * len(steps))
+    if pages.residual > RESIDUAL:
+        raise SamplerError(f"{name}: {kind} looks back further from an image-to-image start than {window} entries", where=where)
+    pages.affinity = check_affinity(scheduler, call, pages)
+    report = SamplerReport(
+        name, kind, window, pages.residual, pages.affinity, tuple(runs), refused_steps, pages.stored_rows, time.perf_counter() - began
+    )
+    return pages, report
+
+
+def _window(name: str, runs: Sequence[Run]) -> int:
+    """Find the shortest window that expresses every row of every run."""
+    window = 1
+    for run in sorted(runs, key=lambda run: len(run.rows)):
+        while run.coefficients(window)[1] > RESIDUAL:
+            window += 1
+            if window > MAX_WINDOW:
+                raise SamplerError(f"{name}: needs a window of more than {MAX_WINDOW} entries", hint="choose another scheduler")
+    return window
+
+
+def _from_config(class_name: str, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
+    diffusers = importlib.import_module("diffusers")
+    scheduler_class = getattr(diffusers, class_name, None) if class_name in diffusers.__all__ else None
+    where = f"scheduler class {class_name or '(none given)'}"
+    if not isinstance(scheduler_class, type) or not hasattr(scheduler_class, "set_timesteps"):
+        raise SamplerError("diffusers has no such scheduler", where=where, hint="the checkpoint's scheduler_config.json names it")
+    if class_name in REFUSED:
+        raise SamplerError(f"{class_name} cannot be compiled: {REFUSED[class_name]}", where=where, hint="choose another scheduler")
+    try:
+        return scheduler_class.from_config(config, **overrides)
+    except Exception as error:  # a config that the class refuses, or a library that it wants
+        raise SamplerError(f"diffusers refuses this config: {type(error).__name__}: {error}", where=where) from error
+
+
+def _identity(scheduler: Any, call: ScheduleCall) -> dict[str, Any]:
+    """Everything that the coefficients follow from, JSON-like, for the digest and for whoever reads the file."""
+    config = {name: _plain(value) for name, value in scheduler.config.items() if not name.startswith("_")}
+    return {"class": type(scheduler).__name__, "config": config, "call": dict(call.identity)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

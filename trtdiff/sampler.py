@@ -1,0 +1,187 @@
+"""The sampler is a table: a whole denoising loop as one row of coefficients for every model call.
+
+Every latent of a diffusers loop is a weighted sum of what came before: earlier latents, predictions and noises. A table
+says which weights. With the log of `latent_log.py`, the loop for `calls` model calls is
+
+    x_i    = Σ_k coefficients[i, k] · window_i[k]            i = 0 … calls; the last one is the result
+    pred_i = model(scales[i] · x_i, timesteps[i])            i = 0 … calls - 1
+    noise_i = the next draw of the image's own stream, where draws[i]
+
+window_i is [x_{i-m}, pred_{i-m}, noise_{i-m}, …, x_{i-1}, pred_{i-1}, noise_{i-1}], K = 3 m slots, oldest first. Entry
+-1 is the start: x_{-1} the clean latent of image-to-image (else zeros), pred_{-1} zeros, noise_{-1} the first N(0, 1)
+draw. Entries before that do not exist; their coefficients are zero.
+
+Tables are made from diffusers' own schedulers by `trtdiff.export.schedulers`; here they are only read and run.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from trtdiff.errors import UsageError
+from trtdiff.latent_log import ENTRY, LatentLog, slots_for
+from trtdiff.types import Array
+
+__all__ = ["LatentLog", "SamplerBatch", "SamplerTable", "run_loop", "slots_for", "stack_tables", "start_of_strength"]
+
+
+@dataclass(frozen=True, eq=False)
+class SamplerTable:
+    """One scheduler at one number of steps, from one start."""
+
+    name: str
+    digest: str
+    """sha256 of the scheduler's class, config and schedule call."""
+    steps: int
+    start: int | None
+    """None: text to image, from pure noise. A number: image to image, that many of the steps skipped."""
+    coefficients: npt.NDArray[np.float64]  # [calls + 1, 3 m]
+    scales: npt.NDArray[np.float64]  # [calls]
+    timesteps: npt.NDArray[np.float32]  # [calls]
+    draws: npt.NDArray[np.bool_]  # [calls]
+    """Whether diffusers draws a noise during the step that follows call i (used or not: the stream moves on)."""
+    residual: float
+    """Largest coefficient that the window could not express, relative to its row: 0 where nothing had to be rewritten."""
+
+    def __post_init__(self) -> None:
+        calls, (rows, width) = self.calls, self.coefficients.shape
+        where = f"sampler {self.name}, {self.steps} steps, start {self.start}"
+        age = np.arange(rows)[:, None] + 1 - self.window + np.arange(width)[None] // ENTRY - 1  # entry that a column means
+        kind = np.arange(width) % ENTRY
+        drawn = np.append(self.draws, True)[np.clip(age, -1, calls - 1)]  # noise_{-1} always is
+        faults = {
+            "shapes disagree": width % ENTRY
+            or width == 0
+            or not rows == calls + 1 == len(self.scales) + 1 == len(self.timesteps) + 1 == len(self.draws) + 1,
+            "no model call": calls < 1,
+            "a coefficient, scale or timestep is not finite": not all(
+                np.isfinite(values).all() for values in (self.coefficients, self.scales, self.timesteps)
+            ),
+        }
+        if not any(faults.values()):
+            faults |= {
+                "a coefficient is on an entry before the start": self.coefficients[age < -1].any(),
+                "a coefficient is on pred_{-1}": self.coefficients[(age == -1) & (kind == 1)].any(),
+                "a coefficient is on a noise that is not drawn": self.coefficients[~drawn & (kind == 2)].any(),
+                "a scale is not positive": (self.scales <= 0).any(),
+            }
+        for fault, found in faults.items():
+            if found:
+                raise UsageError(f"not a sampler table: {fault}", where=where)
+
+    @property
+    def calls(self) -> int:
+        """Number of model calls; more than the steps for Heun, KDPM2 and the like."""
+        return len(self.coefficients) - 1
+
+    @property
+    def window(self) -> int:
+        """Entries m that a row looks back on."""
+        return self.coefficients.shape[1] // ENTRY
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether any step draws a noise."""
+        return bool(self.draws.any())
+
+    def widened(self, window: int) -> "SamplerTable":
+        """Give the same table over a longer window: zero columns in front."""
+        if window < self.window:
+            raise UsageError(f"sampler {self.name} looks back {self.window} entries, not {window}")
+        extra = ENTRY * (window - self.window)
+        return replace(self, coefficients=np.pad(self.coefficients, ((0, 0), (extra, 0))))
+
+
+@dataclass(frozen=True, eq=False)
+class SamplerBatch:
+    """The tables of a batch's images side by side, in the engine's own layout: index the first axis by the call."""
+
+    coefficients: npt.NDArray[np.float32]  # [calls + 1, K, B]
+    timesteps: npt.NDArray[np.float32]  # [calls, B]
+    scales: npt.NDArray[np.float32]  # [calls, B]
+    draws: npt.NDArray[np.bool_]  # [calls, B]
+
+    @property
+    def calls(self) -> int:
+        """Model calls until every image is done."""
+        return len(self.timesteps)
+
+    @property
+    def window(self) -> int:
+        """Entries m that a row looks back on."""
+        return self.coefficients.shape[1] // ENTRY
+
+
+def stack_tables(tables: Sequence[SamplerTable], window: int | None = None) -> SamplerBatch:
+    """Put one table an image side by side, padded to one window and one number of calls.
+
+    An image that is done before the others keeps its latent: its remaining rows copy x_{i-1}, its remaining calls repeat
+    the last timestep, and what the model predicts there has coefficient zero. So the last row is right for all.
+    """
+    if not tables:
+        raise UsageError("a batch needs at least one sampler table")
+    window = max(table.window for table in tables) if window is None else window
+    calls = max(table.calls for table in tables)
+    coefficients = np.zeros((calls + 1, ENTRY * window, len(tables)), np.float32)
+    timesteps, scales = (np.empty((calls, len(tables)), np.float32) for _ in range(2))
+    draws = np.zeros((calls, len(tables)), np.bool_)
+    for image, table in enumerate(tables):
+        coefficients[: table.calls + 1, :, image] = table.widened(window).coefficients
+        coefficients[table.calls + 1 :, -ENTRY, image] = 1
+        for target, values in ((timesteps, table.timesteps), (scales, table.scales)):
+            target[: table.calls, image] = values
+            target[table.calls :, image] = values[-1]
+        draws[: table.calls, image] = table.draws
+    return SamplerBatch(coefficients, timesteps, scales, draws)
+
+
+def run_loop(
+    table: SamplerTable,
+    predict: Callable[[Array, float, int], Array],
+    noise: Array,
+    *,
+    clean: Array | None = None,
+    draw: Callable[[], Array] | None = None,
+) -> Array:  # [B, C, h, w]
+    """Run a table over a latent log in numpy: the reference for every other loop.
+
+    `predict(model_input [B, C, h, w], timestep, call)` is the model. `noise` is the N(0, 1) start [B, C, h, w] and gives
+    the number type that the loop computes in; `clean` is image-to-image's latent; `draw()` gives the next noise.
+    """
+    if clean is None and table.start is not None:
+        raise UsageError(f"sampler {table.name} starts at step {table.start}: that needs a clean latent")
+    if draw is None and table.stochastic:
+        raise UsageError(f"sampler {table.name} draws noises: that needs `draw`")
+    log = LatentLog(np.empty((slots_for(table.window), *noise.shape), noise.dtype), table.window)
+    log.start(noise, clean)
+    rows = table.coefficients.astype(noise.dtype)
+    for call in range(table.calls):
+        np.einsum("k,k...->...", rows[call], log.window, out=log.latent)
+        scale = noise.dtype.type(table.scales[call])
+        log.prediction[...] = predict(scale * log.latent, float(table.timesteps[call]), call)
+        if table.draws[call] and draw is not None:
+            log.noise[...] = draw()
+        log.advance()
+    result: Array = np.einsum("k,k...->...", rows[-1], log.window)
+    return result
+
+
+def start_of_strength(steps: int, strength: float) -> int:
+    """Give the start of image-to-image at this strength: how many of the steps are skipped.
+
+    As diffusers' `StableDiffusionImg2ImgPipeline.get_timesteps`; strength 1 skips none, yet still starts from the noised image.
+    """
+    if steps < 1:
+        raise UsageError(f"{steps} steps", hint="ask for at least one step")
+    if not 0 <= strength <= 1:
+        raise UsageError(f"strength {strength} is not between 0 and 1")
+    left = min(int(steps * strength), steps)
+    if left < 1:
+        raise UsageError(
+            f"strength {strength} of {steps} steps leaves no step to run",
+            hint=f"raise the strength to {math.ceil(1000 / steps) / 1000:g}, or ask for more steps",
+        )
+    return steps - left
