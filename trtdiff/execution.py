@@ -1,0 +1,252 @@
+"""One request on loaded engines: batch by batch, encode, start, denoise, decode; then the receipt."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from PIL import Image
+
+from trtdiff import __version__
+from trtdiff.engines import Engines
+from trtdiff.images import pixel_digest, save_png, to_array, to_images
+from trtdiff.latent_log import ENTRY
+from trtdiff.loop import Finished, NonFiniteError, Start, check_finite, run_on_host, slots_of
+from trtdiff.machine import peak_memory, this_machine
+from trtdiff.noise import TorchStream
+from trtdiff.receipt import RECEIPT_SCHEMA, PictureFacts, Receipt, SchedulerUse, StageTime
+from trtdiff.request import Request, Shot
+from trtdiff.types import Array
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called after every execution of the denoiser: how many are done, how many there are."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture that is done."""
+
+    index: int
+    """Place in the request: prompt by prompt."""
+    image: Image.Image
+    latent: Array  # [C, h, w] float32, in the denoiser's space
+    parameters: Mapping[str, Any]
+    """What it was made with; `save` writes it into the file."""
+    facts: PictureFacts
+
+    def save(self, path: str | Path) -> None:
+        """Write a PNG that carries its parameters, whole or not at all. Raises StorageError."""
+        save_png(self.image, Path(path), self.parameters)
+
+
+class Execution:
+    """The work of one request: its clock, its table, and what it has made so far."""
+
+    def __init__(self, engines: Engines, request: Request, progress: Progress | None) -> None:
+        self._engines, self._request = engines, request
+        self._table = engines.book.table(request.scheduler, request.steps, request.start)
+        engine_slots = engines.manifest.window
+        self._slots = engine_slots or 1 if request.loop == "host" else slots_of(engine_slots, self._table)
+        self._guidance = np.array(
+            [1 - request.guidance, request.guidance] if request.branches == 2 else [1], np.float32
+        )
+        self._seconds: dict[str, list[float]] = defaultdict(list)
+        self._encoded_sources: dict[int, tuple[Array, Array]] = {}
+        shots = request.shots
+        self._batches = [shots[first : first + request.batch] for first in range(0, len(shots), request.batch)]
+        self._calls = len(self._batches) * self._table.calls
+        self._done = 0
+        self._progress = progress
+        self._began = time.perf_counter()
+
+    def pictures(self) -> Iterator[Picture]:
+        """Make the pictures, each given out as soon as its batch is done."""
+        for batch in self._batches:
+            yield from self._make(batch)
+
+    def receipt(self, pictures: Sequence[Picture]) -> Receipt:
+        """Write down what was done."""
+        engines, request, manifest = self._engines, self._request, self._engines.manifest
+        first, engines.ran = not engines.ran, True
+        return Receipt(
+            schema=RECEIPT_SCHEMA,
+            trtdiff=__version__,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            bundle=manifest.name,
+            bundle_digest=engines.digest,
+            family=manifest.family,
+            checkpoint=manifest.checkpoint,
+            precision=manifest.precision,
+            backend=engines.toolchain.backend,
+            backend_version=engines.toolchain.version,
+            device=engines.toolchain.device,
+            engines=engines.used(),
+            loop=request.loop,
+            scheduler=SchedulerUse(
+                name=self._table.name,
+                digest=self._table.digest,
+                steps=request.steps,
+                start=request.start,
+                calls=self._table.calls,
+                residual=self._table.residual,
+            ),
+            guidance=request.guidance,
+            strength=request.strength,
+            height=request.height,
+            width=request.width,
+            batches=tuple(map(len, self._batches)),
+            pictures=tuple(picture.facts for picture in pictures),
+            stages={name: StageTime.of(seconds) for name, seconds in self._seconds.items()},
+            seconds=time.perf_counter() - self._began,
+            first_run=first,
+            threads=engines.threads,
+            peak_memory=peak_memory(),
+            machine=this_machine(),
+            warnings=cut_prompts(engines, request),
+        )
+
+    # --- one batch
+
+    def _make(self, batch: Sequence[Shot]) -> Iterator[Picture]:
+        shots = [*batch, *[batch[-1]] * (self._engines.least_batch - len(batch))]  # a small batch is filled, then cut
+        conditions = self._conditions(shots)
+        finished = self._denoise(shots, conditions)
+        with self._stage("vae_decoder"):
+            feeds = {"window": finished.window, "coefficients": finished.coefficients}
+            decoded = self._engines.session("vae_decoder").run(feeds)
+        if not (np.isfinite(decoded["latent"]).all() and np.isfinite(decoded["image"]).all()):
+            self._blame(shots, conditions, decoded)
+        made = zip(batch, to_images(decoded["image"]), decoded["latent"], strict=False)
+        for shot, image, latent in made:
+            facts = PictureFacts(
+                prompt=shot.prompt,
+                negative=shot.negative if self._request.branches == 2 else None,
+                seed=shot.seed,
+                source=None if shot.source is None else pixel_digest(shot.source),
+                sha256=pixel_digest(image),
+            )
+            yield Picture(shot.index, image, latent, self._parameters(facts), facts)
+
+    def _denoise(self, shots: Sequence[Shot], conditions: Mapping[str, Array], *, watch: bool = False) -> Finished:
+        start = self._start(shots)
+        if self._request.loop == "host":
+            denoiser = self._engines.session("denoiser")
+            done = run_on_host(
+                denoiser, self._table, start, conditions, self._guidance, slots=self._slots, after=self._stepped
+            )
+        else:
+            loop = self._engines.loop(start.noise.shape, conditions, self._slots // ENTRY)
+            after = None if watch else self._stepped
+            done = loop.run(self._table, start, conditions, self._guidance, watch=watch, after=after)
+        self._seconds["step"].extend(done.seconds)
+        return done
+
+    def _conditions(self, shots: Sequence[Shot]) -> dict[str, Array]:  # each [G, B, …]
+        """Encode every distinct prompt once; the negative prompt is branch 0."""
+        rows = [[shot.prompt for shot in shots]]
+        if self._request.branches == 2:
+            rows.insert(0, [shot.negative for shot in shots])
+        encoded = {text: self._encode(text) for text in dict.fromkeys(text for row in rows for text in row)}
+        return {
+            spec.name: np.stack([[encoded[text][spec.name] for text in row] for row in rows])
+            for spec in self._engines.manifest.facts.conditions
+        }
+
+    def _encode(self, text: str) -> dict[str, Array]:
+        before, known = time.perf_counter(), self._engines.encode.cache_info().misses
+        encoded = self._engines.encode(text)
+        if self._engines.encode.cache_info().misses > known:  # a remembered prompt is no measurement
+            self._seconds["text_encoder"].append(time.perf_counter() - before)
+        return encoded
+
+    def _start(self, shots: Sequence[Shot]) -> Start:
+        """Draw as diffusers draws: from every picture's own stream, the source's latent first, then the start noise."""
+        facts = self._engines.manifest.facts.latent
+        rows, columns = self._request.height // facts.downscale, self._request.width // facts.downscale
+        shape = (1, facts.channels, rows, columns)
+        streams = [TorchStream(shot.seed) for shot in shots]
+        encoded = [None if shot.source is None else self._encode_source(shot.source) for shot in shots]
+        with self._stage("noise"):
+            cleans = [
+                mean + std * stream.randn(shape)
+                for stream, posterior in zip(streams, encoded, strict=True)
+                if posterior is not None
+                for mean, std in [posterior]
+            ]
+            noise = np.concatenate([stream.randn(shape) for stream in streams])
+        return Start(noise, np.concatenate(cleans) if cleans else None, streams)
+
+    def _encode_source(self, source: Image.Image) -> tuple[Array, Array]:  # mean and std, each [1, C, h, w]
+        known = self._encoded_sources.get(id(source))
+        if known is None:
+            session = self._engines.session("vae_encoder")
+            with self._stage("vae_encoder"):
+                pixels = to_array(source, self._request.height, self._request.width)
+                out = session.run({"image": np.repeat(pixels[None], self._engines.least_batch, axis=0)})
+            known = self._encoded_sources[id(source)] = (out["mean"][:1], out["std"][:1])
+            for values in known:
+                check_finite(values, "the latent of the image to start from")
+        return known
+
+    # --- what stands around it
+
+    def _stepped(self) -> None:
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done, self._calls)
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._seconds[name].append(time.perf_counter() - began)
+
+    def _blame(self, shots: Sequence[Shot], conditions: Mapping[str, Array], decoded: Mapping[str, Array]) -> None:
+        """Say where the first value was lost: run the same batch again, looking at every prediction."""
+        if self._request.loop == "device":
+            self._denoise(shots, conditions, watch=True)
+        check_finite(decoded["latent"], "the last latent")
+        check_finite(decoded["image"], "the VAE decoder's picture")
+        raise NonFiniteError(
+            "a picture was not finite, and is when it is made again", hint="the engine is not to be trusted"
+        )
+
+    def _parameters(self, facts: PictureFacts) -> dict[str, Any]:
+        request, manifest = self._request, self._engines.manifest
+        return {
+            "prompt": facts.prompt,
+            "negative": facts.negative,
+            "steps": request.steps,
+            "scheduler": request.scheduler,
+            "guidance": request.guidance,
+            "seed": facts.seed,
+            "size": f"{request.width}x{request.height}",
+            "strength": request.strength,
+            "source": facts.source,
+            "bundle": manifest.name,
+            "bundle_digest": self._engines.digest,
+            "checkpoint": manifest.checkpoint.name,
+            "precision": manifest.precision,
+            "backend": self._engines.toolchain.backend,
+            "version": f"trtdiff {__version__}",
+        }
+
+
+def cut_prompts(engines: Engines, request: Request) -> tuple[str, ...]:
+    """Say which words of which prompts do not fit into the text encoder."""
+    texts = [("the prompt", text) for text in request.prompts]
+    if request.branches == 2:
+        texts += [("the negative prompt", text) for text in request.negatives]
+    found: dict[str, None] = {}
+    for what, text in texts:
+        for tokenizer in engines.tokenizers.values():
+            if cut := tokenizer.cut(text):
+                found[f"{what} {text[:40]!r}… is longer than {tokenizer.limit} tokens; these words were cut: {cut}"] = (
+                    None
+                )
+    return tuple(found)

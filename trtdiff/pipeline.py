@@ -1,0 +1,140 @@
+"""Run a bundle: a request becomes pictures and a receipt. No torch, no diffusers, no scheduler code.
+
+    with load("engines/digits") as pipeline:
+        result = pipeline(["a handwritten seven", "a handwritten two"], steps=20, guidance=4.0, seed=7, count=2)
+
+A picture depends on its own prompt, seed and settings, never on its neighbours: each has its own random stream, every
+prompt and source is encoded alone, and a batch that is cut differently gives the same pictures within rounding.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from PIL import Image
+
+from trtdiff.bundle import BundleManifest
+from trtdiff.engines import Engines
+from trtdiff.errors import UsageError
+from trtdiff.execution import Execution, Picture, Progress, cut_prompts
+from trtdiff.receipt import Receipt
+from trtdiff.request import LoopKind, Request, Source, make_request
+from trtdiff.types import Array
+
+__all__ = ["Picture", "Pipeline", "Result", "load"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a request gave."""
+
+    pictures: tuple[Picture, ...]
+    receipt: Receipt
+
+    @property
+    def images(self) -> list[Image.Image]:
+        """The pictures as Pillow images, prompt by prompt."""
+        return [picture.image for picture in self.pictures]
+
+    @property
+    def latents(self) -> Array:  # [N, C, h, w] float32
+        """The latents that were decoded, in the denoiser's space."""
+        return np.stack([picture.latent for picture in self.pictures])
+
+
+def load(path: str | Path, backend: str | None = None, threads: int | None = None) -> "Pipeline":
+    """Open a bundle and its engines; the backend is the first that the bundle has engines for unless one is named.
+
+    Raises ArtefactError for what is not a whole bundle, UsageError for a backend that it has no engines for,
+    MissingDependency for a backend that is not installed.
+    """
+    return Pipeline(Engines.open(Path(path), backend, threads))
+
+
+class Pipeline:
+    """A loaded bundle. Calls from several threads wait for each other; load twice to run at once."""
+
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def manifest(self) -> BundleManifest:
+        """What the bundle says of itself: sizes, schedulers, precision, where it came from."""
+        return self._engines.manifest
+
+    def __call__(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        negative: str | Sequence[str] | None = None,
+        steps: int = 20,
+        guidance: float | None = None,
+        seed: int | None = 0,
+        count: int = 1,
+        height: int | None = None,
+        width: int | None = None,
+        scheduler: str | None = None,
+        image: Source | Sequence[Source] | None = None,
+        strength: float | None = None,
+        batch: int | None = None,
+        loop: LoopKind = "device",
+        progress: Progress | None = None,
+        finished: Callable[[Picture], None] | None = None,
+    ) -> Result:
+        """Make `count` pictures of every prompt.
+
+        Picture i, counted prompt by prompt, has seed `seed + i`; None draws a seed. `guidance` of 1 or less leaves the
+        negative prompt out, as diffusers does. `image` starts from a picture (or one a prompt), which is changed the
+        more the nearer `strength` is to 1. `batch` bounds how many are computed at once. `loop="host"` computes the
+        sampler in numpy. `finished` is given every picture as soon as its batch is done.
+
+        Raises UsageError or ProfileError before anything runs, NonFiniteError where a network overflows.
+        """
+        request = make_request(
+            self.manifest, prompts, negative=negative, steps=steps, guidance=guidance, seed=seed, count=count,
+            height=height, width=width, scheduler=scheduler, image=image, strength=strength, batch=batch, loop=loop,
+        )  # fmt: skip
+        return self.run(request, progress=progress, finished=finished)
+
+    def run(
+        self,
+        request: Request,
+        *,
+        progress: Progress | None = None,
+        finished: Callable[[Picture], None] | None = None,
+    ) -> Result:
+        """Run what `make_request` made for this bundle."""
+        with self._lock:
+            if self._closed:
+                raise UsageError("the pipeline is closed", hint="load the bundle again")
+            execution = Execution(self._engines, request, progress)
+            pictures = []
+            for picture in execution.pictures():
+                pictures.append(picture)
+                if finished is not None:
+                    finished(picture)
+            return Result(tuple(pictures), execution.receipt(pictures))
+
+    def warnings(self, request: Request) -> tuple[str, ...]:
+        """Say what of a request will not be followed: the words that its prompts lose. The receipt holds it too."""
+        return cut_prompts(self._engines, request)
+
+    def close(self) -> None:
+        """Free the engines and buffers. Closing twice is fine."""
+        with self._lock:
+            self._closed = True
+            self._engines.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
