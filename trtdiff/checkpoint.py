@@ -8,8 +8,6 @@
 Opening reads JSON alone; weights are indexed when `tensors` asks for them, from their headers.
 """
 
-import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -19,18 +17,13 @@ from typing import Any
 from trtdiff.digest import digest, file_digest
 from trtdiff.errors import CheckpointError, MissingDependency, UsageError
 from trtdiff.export.hub import fetch, is_hub_id, snapshot_origin
+from trtdiff.export.layout import DAMAGED, Configs, components_of, listing, read_config, read_json
 from trtdiff.export.manifest import CheckpointOrigin
 from trtdiff.export.safetensors_index import TensorRef
 from trtdiff.export.weight_files import WeightFile, choose, files_of, read_tensors, weight_files
 from trtdiff.types import names
 
-__all__ = ["NOT_COMPILED", "Checkpoint", "TensorRef"]
-
-NOT_COMPILED = frozenset({"feature_extractor", "image_encoder", "safety_checker"})
-"""Components that take no part in making a picture; they may be absent, and their weights are never read."""
-
-_HINT = "download it again; the copy is incomplete or damaged"
-_CONFIG_NAMES = ("config.json", "scheduler_config.json", "tokenizer_config.json")
+__all__ = ["Checkpoint", "TensorRef"]
 
 
 @dataclass(frozen=True)
@@ -58,21 +51,18 @@ class Checkpoint:
         Raises UsageError for a source that is not there, CheckpointError for one that is damaged or incomplete.
         """
         path, name, commit = _locate(source, revision, variant)
-        index = _read_json(path / "model_index.json")
+        index = read_json(path / "model_index.json")
         pipeline = index.get("_class_name")
         if not isinstance(pipeline, str):
             raise CheckpointError(
                 "model_index.json names no pipeline class",
                 where=f"{path / 'model_index.json'}: _class_name",
-                hint=_HINT,
+                hint=DAMAGED,
             )
-        configs, weights = {}, {}
-        for component, library in _components(index, path).items():
-            config = _config(path / component)
-            if component in NOT_COMPILED:
-                continue
-            configs[component] = config
-            chosen = choose(_listing(path / component), variant=variant, library=library)
+        configs, weights = Configs(), {}
+        for component, library in components_of(index, path).items():
+            configs[component] = read_config(path / component)
+            chosen = choose(listing(path / component), variant=variant, library=library)
             if chosen is not None:
                 weights[component] = chosen
         _check_variant(path, weights, variant)
@@ -94,7 +84,7 @@ class Checkpoint:
             made = stored.read_bytes() if stored.is_file() else _tokenizer_from_parts(self.path / folder)
         except OSError as error:
             raise CheckpointError(
-                f"cannot read {stored.name}: {error.strerror}", where=str(stored), hint=_HINT
+                f"cannot read {stored.name}: {error.strerror}", where=str(stored), hint=DAMAGED
             ) from None
         from tokenizers import Tokenizer
 
@@ -102,7 +92,7 @@ class Checkpoint:
             Tokenizer.from_buffer(made)
         except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception
             raise CheckpointError(
-                f"{folder} is not a readable tokenizer: {error}", where=str(stored), hint=_HINT
+                f"{folder} is not a readable tokenizer: {error}", where=str(stored), hint=DAMAGED
             ) from None
         return made
 
@@ -126,7 +116,7 @@ class Checkpoint:
 
     def _chosen(self, folder: str) -> WeightFile:
         if folder not in self._weights:
-            inside = _listing(self.path / folder)
+            inside = listing(self.path / folder)
             raise CheckpointError(
                 f"{folder} has no weights",
                 where=str(self.path / folder),
@@ -170,12 +160,15 @@ def _near(path: Path) -> str:
     if not parent.is_dir():
         return f"{parent} is not there either"
     folders = sorted(item.name for item in parent.iterdir() if item.is_dir())
-    near = get_close_matches(path.name, folders, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}?" if near else "give a checkpoint's folder, or a hub id like owner/name"
+    if near := get_close_matches(path.name, folders, n=3):
+        return f"did you mean {' or '.join(near)}?"
+    if "@" in path.name:
+        return "a hub id is owner/name; its revision is given apart"
+    return "give a checkpoint's folder, or a hub id like owner/name"
 
 
 def _what_is_it(path: Path) -> str:
-    inside = _listing(path)
+    inside = listing(path)
     if "config.json" in inside or weight_files(inside):
         return "this is one component; give the folder above it, which holds model_index.json"
     if any(name.endswith((".safetensors", ".ckpt")) for name in inside):
@@ -187,66 +180,10 @@ def _what_is_it(path: Path) -> str:
 # --- what it holds ----------------------------------------------------------------------------------------------------
 
 
-def _components(index: Mapping[str, Any], path: Path) -> dict[str, str]:
-    """Component folder → library, of those that the pipeline has and that take part in making a picture."""
-    found = {}
-    for name, value in index.items():
-        if name.startswith("_") or not isinstance(value, list) or len(value) != 2:
-            continue
-        library, cls = value
-        if library is None or cls is None:
-            continue
-        if not (isinstance(library, str) and isinstance(cls, str) and re.fullmatch(r"\w+", name)):
-            raise CheckpointError(
-                f"model_index.json describes {name!r} as {value!r}",
-                where=str(path / "model_index.json"),
-                hint="a component is written as [library, class]",
-            )
-        if name not in NOT_COMPILED:
-            found[name] = library
-    if not found:
-        raise CheckpointError("model_index.json names no components", where=str(path / "model_index.json"), hint=_HINT)
-    return found
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise CheckpointError(f"component folder {folder.name} is missing", where=str(folder), hint=_HINT)
-    found = next((folder / name for name in _CONFIG_NAMES if (folder / name).is_file()), None)
-    if found is None:
-        raise CheckpointError(
-            f"{folder.name} has no config",
-            where=str(folder),
-            hint=f"expected one of {', '.join(_CONFIG_NAMES)}; download the checkpoint again",
-        )
-    config = _read_json(found)
-    special = folder / "special_tokens_map.json"
-    return {**_read_json(special), **config} if special.is_file() else config
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is not JSON")
-
-    try:
-        read = json.loads(path.read_bytes(), parse_constant=refuse)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path.name}: {error.strerror}", where=str(path), hint=_HINT) from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path.name} is damaged: {error}", where=str(path), hint=_HINT) from None
-    if not isinstance(read, dict):
-        raise CheckpointError(f"{path.name} is not a JSON object", where=str(path), hint=_HINT)
-    return read
-
-
-def _listing(folder: Path) -> list[str]:
-    return sorted(item.name for item in folder.iterdir()) if folder.is_dir() else []
-
-
 def _check_variant(path: Path, weights: Mapping[str, WeightFile], variant: str | None) -> None:
     if variant is None or any(chosen.variant == variant for chosen in weights.values()):
         return
-    there = {file.variant for folder in weights for file in weight_files(_listing(path / folder))} - {""}
+    there = {file.variant for folder in weights for file in weight_files(listing(path / folder))} - {""}
     raise UsageError(
         f"no component has the variant {variant!r}",
         where=str(path),
@@ -260,7 +197,7 @@ def _note(folder: Path, chosen: WeightFile) -> str:
     count = len(files_of(folder, chosen))
     pickle = ", pickled" if chosen.format == "bin" else ""
     others = sorted(
-        {file.variant or "default" for file in weight_files(_listing(folder))} - {chosen.variant or "default"}
+        {file.variant or "default" for file in weight_files(listing(folder))} - {chosen.variant or "default"}
     )
     left = f" (not used: {', '.join(others)})" if others else ""
     return f"{folder.name}: {which}, {count} {'file' if count == 1 else 'files'}{pickle}{left}"
@@ -270,7 +207,7 @@ def _digest(file: Path, progress: Callable[[int], None] | None) -> str:
     try:
         return file_digest(file, progress=progress)
     except OSError as error:
-        raise CheckpointError(f"cannot read {file.name}: {error.strerror}", where=str(file), hint=_HINT) from None
+        raise CheckpointError(f"cannot read {file.name}: {error.strerror}", where=str(file), hint=DAMAGED) from None
 
 
 def _tokenizer_from_parts(folder: Path) -> bytes:
@@ -278,7 +215,7 @@ def _tokenizer_from_parts(folder: Path) -> bytes:
     missing = [name for name in ("vocab.json", "merges.txt") if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{folder.name} has neither tokenizer.json nor {' and '.join(missing)}", where=str(folder), hint=_HINT
+            f"{folder.name} has neither tokenizer.json nor {' and '.join(missing)}", where=str(folder), hint=DAMAGED
         )
     try:
         import transformers
@@ -293,6 +230,6 @@ def _tokenizer_from_parts(folder: Path) -> bytes:
         made: str = tokenizer.backend_tokenizer.to_str()
     except Exception as error:  # noqa: BLE001 - damaged vocabularies raise whatever their bytes make of them
         raise CheckpointError(
-            f"{folder.name} cannot be made into a tokenizer: {error}", where=str(folder), hint=_HINT
+            f"{folder.name} cannot be made into a tokenizer: {error}", where=str(folder), hint=DAMAGED
         ) from None
     return made.encode()

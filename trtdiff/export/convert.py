@@ -16,7 +16,7 @@ from trtdiff.records import whole_file
 from trtdiff.types import Array
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-"""Types that can be converted into one another; all others are written as they are."""
+"""Types that can be converted into one another; integers are written as they are."""
 
 _ALIGN = 64
 _CHUNK = 1 << 21  # elements
@@ -24,7 +24,7 @@ _WORDS = {numpy: word for word, (numpy, _) in DTYPES.items()}
 
 
 def converted_dtype(ref: TensorRef, dtype: str) -> str:
-    """Type that a tensor gets when `dtype` is asked for: floats change, `stored` and integers stay."""
+    """Give the type that a tensor gets when `dtype` is asked for: floats change, `stored` and integers stay."""
     return dtype if dtype != "stored" and ref.dtype in FLOATS else ref.dtype
 
 

@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trtdiff.errors import CheckpointError, MissingDependency, UsageError
+from trtdiff.errors import CheckpointError, MissingDependency, TrtdiffError, UsageError
+from trtdiff.export.layout import components_of, read_json
 from trtdiff.export.weight_files import choose, read_weight_map, shard_names
 
 SMALL_FILES = ("*.json", "*/*.json", "*/*.txt", "*/*.model")
@@ -54,6 +55,8 @@ def fetch(source: str, *, revision: str | None, variant: str | None) -> Path:
             f"{source} is neither a folder here nor a model on the hub",
             hint="check the spelling; a private model needs `hf auth login`",
         ) from None
+    except TrtdiffError:
+        raise  # what was fetched is damaged: the cache would not help
     except errors.HFValidationError as error:
         raise UsageError(f"{source!r} is not a hub id: {_first_line(error)}", hint="write owner/name") from None
     except Exception as error:  # noqa: BLE001 - whatever the network does, the cache may still have it
@@ -62,22 +65,21 @@ def fetch(source: str, *, revision: str | None, variant: str | None) -> Path:
 
 def _download(hub: Any, source: str, revision: str | None, variant: str | None) -> Path:
     info = hub.HfApi().model_info(source, revision=revision)
-    commit, listing = info.sha, [file.rfilename for file in info.siblings or ()]
+    commit, names = info.sha, [file.rfilename for file in info.siblings or ()]
     small = Path(hub.snapshot_download(source, revision=commit, allow_patterns=list(SMALL_FILES)))
-    wanted = _weights(small, listing, variant)
+    wanted = _weights(small, names, variant)
     if wanted:
         hub.snapshot_download(source, revision=commit, allow_patterns=wanted)
     return small
 
 
-def _weights(small: Path, listing: list[str], variant: str | None) -> list[str]:
+def _weights(small: Path, names: list[str], variant: str | None) -> list[str]:
     """Full names of the weight files to fetch, shards included."""
     wanted = []
-    for folder in sorted({name.partition("/")[0] for name in listing if name.count("/") == 1}):
-        inside = [name.partition("/")[2] for name in listing if name.startswith(f"{folder}/")]
-        library = "diffusers" if any(name.startswith("diffusion_") for name in inside) else "transformers"
+    for folder, library in components_of(read_json(small / "model_index.json"), small).items():
+        inside = [name.removeprefix(f"{folder}/") for name in names if name.startswith(f"{folder}/")]
         chosen = choose(inside, variant=variant, library=library)
-        if chosen is None or folder in {"safety_checker", "feature_extractor", "image_encoder"}:
+        if chosen is None:
             continue
         if chosen.index:
             index = small / folder / chosen.name

@@ -66,6 +66,9 @@ class TensorRef:
 def read_index(path: Path) -> dict[str, TensorRef]:
     """Index a safetensors file by tensor name. Raises CheckpointError for anything the format forbids."""
     try:
+        if not path.is_file():  # a folder or a pipe must not be opened, a link to nothing says so below
+            path.stat()
+            _refuse(path, "is not a file")
         size = path.stat().st_size
         with path.open("rb") as file:
             header, start = _header(file, size, path)

@@ -50,6 +50,7 @@ def place_weights(
     if dtype not in WANTED:
         raise UsageError(f"weights cannot be stored as {dtype!r}", hint=f"one of: {', '.join(WANTED)}")
     found = find_needed(tensors, needed)
+    _check_convertible(found, dtype)
     folder = out / "weights"
     if _usable(found, dtype):
         return _copied(found, folder, stem, progress)
@@ -110,6 +111,17 @@ def _refuse_missing(missing: list[str], tensors: Mapping[str, TensorRef]) -> Non
         if near
         else "the config does not belong to these weights; get both from the same checkpoint",
     )
+
+
+def _check_convertible(found: Mapping[str, TensorRef], dtype: str) -> None:
+    scaled = [name for name, ref in found.items() if ref.dtype.startswith("float8")]
+    if scaled and dtype != "stored":
+        ref = found[scaled[0]]
+        raise CheckpointError(
+            f"{len(scaled)} tensors are {ref.dtype}, which cannot become {dtype} without scales: {names(scaled, 2)}",
+            where=str(ref.file),
+            hint="use the checkpoint's 16-bit or 32-bit files",
+        )
 
 
 def _usable(found: Mapping[str, TensorRef], dtype: str) -> bool:
