@@ -51,13 +51,18 @@ def components_of(index: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read a component's config; a tokenizer's is its tokenizer config over its map of special tokens."""
+    """Read a component's config.
+
+    A tokenizer's is its tokenizer_config.json, and over it the special_tokens_map.json of checkpoints that are older
+    than `added_tokens_decoder`, as transformers reads them: Stable Diffusion 2 names its padding `!` only there.
+    """
     if not folder.is_dir():
         raise CheckpointError(f"component folder {folder.name} is missing", where=str(folder), hint=DAMAGED)
     kind = next((kind for kind in ("tokenizer", "scheduler") if folder.name.startswith(kind)), None)
     path = folder / (f"{kind}_config.json" if kind else "config.json")
-    special = folder / "special_tokens_map.json"
-    return {**read_json(special), **read_json(path)} if special.is_file() else read_json(path)
+    config, special = read_json(path), folder / "special_tokens_map.json"
+    legacy = special.is_file() and "added_tokens_decoder" not in config
+    return {**config, **read_json(special)} if legacy else config
 
 
 def read_json(path: Path) -> dict[str, Any]:

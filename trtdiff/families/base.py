@@ -92,8 +92,7 @@ class ModelFamily(ABC):
     def facts(self, configs: Mapping[str, Config]) -> ModelFacts:
         """Read what the runtime must know from the configs of the checkpoint's folders.
 
-        A tokenizer folder's config is its tokenizer_config.json, with the entries of its special_tokens_map.json laid
-        over it where it has one (as transformers does for checkpoints that have both).
+        A tokenizer folder's config is its tokenizer_config.json, with special_tokens_map.json laid over it in older ones.
         """
 
     @abstractmethod

@@ -1,0 +1,139 @@
+"""`trtdiff run`: make pictures with a bundle."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from trtdiff.cli.options import json_option, note
+
+if TYPE_CHECKING:
+    from trtdiff.execution import Progress
+
+PATH = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("bundle", type=PATH)
+@click.argument("prompts", nargs=-1, metavar="PROMPT...")
+@click.option("-o", "--output", type=PATH, default=Path("out.png"), show_default=True,
+              help="PNG to write; several pictures become out-0.png, out-1.png, …")  # fmt: skip
+@click.option("--negative", multiple=True, metavar="TEXT", help="What to avoid; one for all prompts, or one for each.")
+@click.option("--steps", type=int, default=20, show_default=True, help="Denoising steps.")
+@click.option("--guidance", type=float, metavar="SCALE",
+              help="How strictly to follow the prompt; 1 or less: off.  [default: the checkpoint's]")  # fmt: skip
+@click.option("--seed", metavar="NUMBER|random", default="0", show_default=True,
+              help="Of the first picture; every further one has the next.")  # fmt: skip
+@click.option("--count", type=int, default=1, show_default=True, help="Pictures of every prompt.")
+@click.option("--height", type=int, metavar="PIXELS", help="[default: the checkpoint's, or the image's]")
+@click.option("--width", type=int, metavar="PIXELS", help="[default: the checkpoint's, or the image's]")
+@click.option("--scheduler", metavar="NAME", help="[default: the checkpoint's]")
+@click.option(
+    "--image", type=PATH, multiple=True, help="Start from this picture; one for all prompts, or one for each."
+)
+@click.option("--strength", type=float, help="How much of the picture to change, 0 to 1.  [default: 0.8]")
+@click.option("--grid", is_flag=True, help="Write a contact sheet too: OUTPUT itself, beside the numbered pictures.")
+@click.option("--batch", type=int, help="Pictures computed at once, at most.  [default: as many as the engines take]")
+@click.option("--backend", metavar="NAME", help="[default: the first that the bundle has engines for]")
+@click.option("--threads", type=int, help="[default: the backend's choice]")
+@click.option("--host-loop", is_flag=True, help="Compute the sampler on the host, for debugging. Slower.")
+@json_option
+def run(  # noqa: PLR0917 - click passes them by name
+    bundle: Path,
+    prompts: tuple[str, ...],
+    output: Path,
+    negative: tuple[str, ...],
+    steps: int,
+    guidance: float | None,
+    seed: str,
+    count: int,
+    height: int | None,
+    width: int | None,
+    scheduler: str | None,
+    image: tuple[Path, ...],
+    strength: float | None,
+    grid: bool,  # noqa: FBT001 - click's flags
+    batch: int | None,
+    backend: str | None,
+    threads: int | None,
+    host_loop: bool,  # noqa: FBT001
+    as_json: bool,  # noqa: FBT001
+) -> None:
+    r"""Make pictures with a bundle, and a receipt of how.
+
+    \b
+    trtdiff run engines/digits "a handwritten seven" --steps 20 --guidance 4 --seed 7 --count 4 -o out.png
+    trtdiff run engines/digits "a three" "an eight" --count 2 --grid
+    trtdiff run engines/digits "a red nine" --image out-0.png --strength 0.6 -o again.png
+
+    Pictures are numbered prompt by prompt; picture i has seed SEED + i, and is the one that diffusers makes with that
+    seed. Every PNG carries its parameters; OUTPUT with .json in place of .png is the receipt. Existing files of these
+    names are replaced. The files written are listed on standard output.
+    """
+    import trtdiff
+    from trtdiff.execution import Picture
+    from trtdiff.output import Output
+    from trtdiff.request import make_request
+
+    began = time.perf_counter()
+    with trtdiff.load(bundle, backend, threads) as pipeline:
+        loaded = time.perf_counter() - began
+        request = make_request(
+            pipeline.manifest, prompts, negative=negative or None, steps=steps, guidance=guidance, seed=_seed(seed),
+            count=count, height=height, width=width, scheduler=scheduler, image=image or None, strength=strength,
+            batch=batch, loop="host" if host_loop else "device",
+        )  # fmt: skip
+        out = Output.of(output, request, sheet=grid)
+        if seed == "random":
+            note(f"seed {request.seed}")
+        for warning in pipeline.warnings(request):
+            note(f"warning: {warning}")
+        written: list[Path] = []
+
+        def save(picture: Picture) -> None:
+            written.append(out.write(picture))
+            if not as_json:
+                click.echo(written[-1])
+
+        with _progress_bar() as progress:
+            result = pipeline.run(request, progress=progress, finished=save)
+        for path in out.finish(result.pictures, result.receipt):
+            if not as_json:
+                click.echo(path)
+    receipt = result.receipt
+    if as_json:
+        click.echo(out.receipt.read_text(encoding="utf-8"), nl=False)
+    elif sys.stderr.isatty():
+        step = receipt.stages["step"]
+        note(f"{len(written)} in {receipt.seconds:.2f} s, {1000 * step.median:.1f} ms a step; loaded in {loaded:.2f} s")
+
+
+def _seed(text: str) -> int | None:
+    from trtdiff.errors import UsageError
+
+    if text == "random":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"seed {text!r} is not a whole number", hint="give an integer, or: random") from None
+
+
+@contextmanager
+def _progress_bar() -> Iterator["Progress | None"]:
+    """Show steps done and time left, on a terminal only."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("denoising"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
