@@ -61,7 +61,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class ComponentSpec:
-    """One network of a checkpoint that becomes one graph. Names and dimensions are the contract that export verifies."""
+    """One network of a checkpoint that becomes one graph; names and dimensions are the contract export verifies."""
 
     name: str
     """Name of the graph and engine: `denoiser`, `text_encoder`, `vae_decoder`, …"""
@@ -92,7 +92,7 @@ class ModelFamily(ABC):
     def facts(self, configs: Mapping[str, Config]) -> ModelFacts:
         """Read what the runtime must know from the configs of the checkpoint's folders.
 
-        A tokenizer folder's config is its tokenizer_config.json, with special_tokens_map.json laid over it in older ones.
+        A tokenizer folder's config is its tokenizer_config.json, in older ones under its special_tokens_map.json.
         """
 
     @abstractmethod
@@ -114,6 +114,10 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def encode(
-        self, prompts: Sequence[str], facts: ModelFacts, tokenizers: Mapping[str, "Tokenizer"], sessions: Mapping[str, "Session"]
+        self,
+        prompts: Sequence[str],
+        facts: ModelFacts,
+        tokenizers: Mapping[str, "Tokenizer"],
+        sessions: Mapping[str, "Session"],
     ) -> dict[str, Array]:
         """Turn prompts into the denoiser's conditions, by name, each [len(prompts), …] float32."""

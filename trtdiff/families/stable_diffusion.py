@@ -103,7 +103,11 @@ class StableDiffusion(ModelFamily):
         )
 
     def encode(
-        self, prompts: Sequence[str], facts: ModelFacts, tokenizers: Mapping[str, "Tokenizer"], sessions: Mapping[str, "Session"]
+        self,
+        prompts: Sequence[str],
+        facts: ModelFacts,  # noqa: ARG002 - other families need them
+        tokenizers: Mapping[str, "Tokenizer"],
+        sessions: Mapping[str, "Session"],
     ) -> dict[str, Array]:
         """Run the text encoder over padded token ids; the last hidden state is the condition."""
         ids = np.stack([tokenizers["tokenizer"].encode(prompt) for prompt in prompts])  # [B, tokens] int64
