@@ -1,0 +1,41 @@
+import json
+import subprocess
+import sys
+
+import onnxruntime
+import torch
+
+from trtdiff.cli import run
+from trtdiff.cli.doctor import diagnose
+
+
+def test_it_reports_the_versions_that_are_imported(capsys):
+    assert run(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    libraries = {item["name"]: item["found"] for extra in found["libraries"].values() for item in extra}
+    assert libraries["torch"] == torch.__version__
+    assert libraries["onnxruntime"] == onnxruntime.__version__
+    assert set(found["can"].values()) == {"yes"}
+
+
+def test_a_missing_library_says_which_extra_to_install(monkeypatch):
+    from trtdiff.cli import doctor
+
+    real = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else real(name))
+    found = diagnose()
+    assert found.can["export"] == "no: torch missing; pip install 'trtdiff[compile]'"
+    assert found.can["run (onnxruntime)"] == "yes"
+
+
+def test_both_onnxruntimes_together_are_a_problem(monkeypatch):
+    from trtdiff.cli import doctor
+
+    monkeypatch.setattr(doctor, "_version", lambda _name: "1.0")
+    assert "overwrite each other" in diagnose().problems[0]
+
+
+def test_it_imports_none_of_what_it_reports():
+    code = "import sys, trtdiff.cli.doctor as d; d.diagnose(); print([m for m in ('torch', 'onnx', 'onnxruntime') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

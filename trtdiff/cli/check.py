@@ -1,0 +1,127 @@
+"""`trtdiff check`: prove that a bundle computes what PyTorch computes."""
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trtdiff.cli.options import ENGINES, json_option, note, only_folder
+
+if TYPE_CHECKING:
+    from trtdiff.parity.check import Planned, Report
+    from trtdiff.parity.compare import ParityResult
+
+
+@click.command()
+@click.argument("bundle", required=False, type=click.Path(path_type=Path))
+@click.option("--against", "checkpoint", required=True, metavar="CHECKPOINT", help="The checkpoint: folder or hub id.")
+@click.option("--revision", help="Commit, tag or branch of a hub checkpoint.")
+@click.option("--variant", help="Weight file variant of the checkpoint, such as fp16.")
+@click.option("--shapes", default="min,opt,max", show_default=True, help="Points of the profile to compare components at.")
+@click.option("--prompt", "prompts", multiple=True, help="Prompt of a picture; several are compared in one batch.")
+@click.option("--negative", default="", help="Negative prompt.")
+@click.option("--steps", default=20, show_default=True, help="Steps of the pictures.")
+@click.option("--guidance", type=float, help="Guidance scale; the family's own when left out.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the first picture.")
+@click.option("--scheduler", help="One of the bundle's schedulers; the checkpoint's own when left out.")
+@click.option("--backend", help="Engines to check, where the bundle has several.")
+@json_option
+def check(  # noqa: PLR0917 - click passes what the command line has
+    bundle: Path | None,
+    checkpoint: str,
+    revision: str | None,
+    variant: str | None,
+    shapes: str,
+    prompts: tuple[str, ...],
+    negative: str,
+    steps: int,
+    guidance: float | None,
+    seed: int,
+    scheduler: str | None,
+    backend: str | None,
+    *,
+    as_json: bool,
+) -> int:
+    r"""Prove that BUNDLE computes what PyTorch computes: by component, by step and by picture.
+
+    Every component is compared at the smallest, the tuned and the largest shape of the profile, with the same random
+    inputs; then pictures are made by the bundle and by the diffusers pipeline itself from the same seeds, and compared
+    after every step and at the end. Exit code 3 where anything is outside the precision's tolerance.
+
+    \b
+    trtdiff check engines/digits --against checkpoints/digits
+    trtdiff check engines/digits --against checkpoints/digits --shapes opt --scheduler euler --json
+    """
+    from trtdiff.bundle import BUNDLE_FILE
+    from trtdiff.checkpoint import Checkpoint
+    from trtdiff.parity.check import Check, parse_points
+    from trtdiff.recipes import recipe
+
+    points = parse_points(shapes)
+    folder = bundle or only_folder(ENGINES, BUNDLE_FILE, what="bundle", make="trtdiff build")
+    with Check(folder, Checkpoint.open(checkpoint, revision=revision, variant=variant), backend=backend) as work:
+        request = work.request(
+            prompts=prompts, negative=negative, steps=steps, guidance=guidance, seed=seed, scheduler=scheduler
+        )
+        planned = work.plan(points)
+        if not as_json:
+            _print_plan(planned)
+            note(f"pictures: {request}")
+        work.refuse_beyond_memory(planned)
+        tolerance = recipe(work.manifest.precision).tolerance
+        report = work.run(planned, request, tolerance, done=_ticker(len(planned)) if not as_json else lambda _result: None)
+    if as_json:
+        click.echo(json.dumps(report.json(), indent=2))
+    else:
+        _print_report(report)
+    return 0 if report.passed else 3
+
+
+def _ticker(components: int) -> Any:
+    """Count comparisons on a terminal's last line."""
+    if not sys.stderr.isatty():
+        return lambda _result: None
+    seen: set[str] = set()
+
+    def tick(result: "ParityResult") -> None:
+        seen.add(f"{result.name.partition('.')[0]} {result.at}")
+        click.echo(f"\r\x1b[K{min(len(seen), components)} of {components} components, {result.name}", nl=False, err=True)
+
+    return tick
+
+
+def _print_plan(planned: Sequence["Planned"]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from trtdiff.parity.plan import flops_per_second
+
+    rate = flops_per_second()
+    table = Table("shape", "component", "sizes", "memory", "time, about", title="plan, largest shape first")
+    for item in planned:
+        memory = f"{item.peak_bytes / 1e9:.2f} GB"
+        table.add_row(item.point, item.case.spec.name, item.case.at, memory, f"{item.flops / rate:.1f} s")
+    Console(highlight=False, stderr=True).print(table)
+
+
+def _print_report(report: "Report") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    if sys.stderr.isatty():
+        click.echo("\r\x1b[K", nl=False, err=True)
+    console = Console(highlight=False)
+    table = Table("compared", "at", "difference", "tolerance", "verdict", "worst place")
+    for result in report.results:
+        unit = " levels" if result.metric == "levels" else ""
+        shown = "-" if math.isinf(result.needed) else f"{result.needed:.2g}{unit}"
+        verdict = "[green]ok[/green]" if result.passed else "[red]FAILED[/red]"
+        table.add_row(
+            result.name, result.at, shown, f"{result.tolerance:g}{unit}", verdict, result.problem or result.worst
+        )
+    console.print(table)
+    console.print(("[green]" if report.passed else "[red]") + report.verdict)

@@ -1,0 +1,217 @@
+"""The whole proof: every component at several shapes, the trajectory step by step, and the pictures."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from trtdiff.checkpoint import Checkpoint
+from trtdiff.engines import Engines
+from trtdiff.errors import ArtefactError, TrtdiffError, UsageError
+from trtdiff.families import family
+from trtdiff.families.base import ComponentSpec
+from trtdiff.latent_log import ENTRY
+from trtdiff.machine import available_memory
+from trtdiff.parity.compare import ParityResult, compare_pictures, compare_tensors, compare_trajectories
+from trtdiff.parity.components import Case, check_component
+from trtdiff.parity.plan import Cost, cost, flops_per_second
+from trtdiff.parity.reference import PictureRequest, Reference
+from trtdiff.types import Point, Tolerance
+
+POINTS: tuple[Point, ...] = ("min", "opt", "max")
+PROMPTS = ("a handwritten seven, red ink on a yellow page", "a photograph of a lighthouse in a storm")
+"""Pictures are made of these where no prompt is given: two, so that a batch is compared."""
+MARGIN = 1.5
+"""Memory is refused where the estimate times this is not there: allocators and libraries take their own."""
+
+
+def parse_points(text: str) -> tuple[Point, ...]:
+    """Read `min,opt,max` or a part of it."""
+    asked = [word.strip() for word in text.split(",") if word.strip()]
+    if unknown := [word for word in asked if word not in POINTS]:
+        raise UsageError(f"no shape is called {', '.join(unknown)}", where="--shapes", hint=f"known: {', '.join(POINTS)}")
+    if not asked:
+        raise UsageError("no shape to compare at", where="--shapes", hint=f"known: {', '.join(POINTS)}")
+    return tuple(point for point in POINTS if point in asked)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One component at one shape, before it is run."""
+
+    case: Case
+    point: Point
+    cost: Cost
+    calls: int
+    """Calls of the bare module on the reference's side; the engine does as much in one."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory above the weights; the engine's side runs all branches at once."""
+        return self.cost.peak_bytes * self.calls
+
+    @property
+    def flops(self) -> int:
+        """Work of both sides."""
+        return 2 * self.calls * self.cost.flops
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check` found."""
+
+    bundle: str
+    checkpoint: str
+    backend: str
+    points: tuple[Point, ...]
+    results: tuple[ParityResult, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Something was compared, and all of it was within the tolerance."""
+        return bool(self.results) and all(result.passed for result in self.results)
+
+    def json(self) -> dict[str, Any]:
+        """Give the report as JSON-like values; a difference that has no number is null."""
+        rows = [
+            {**asdict(result), "needed": result.needed if math.isfinite(result.needed) else None, "passed": result.passed}
+            for result in self.results
+        ]
+        return {
+            "bundle": self.bundle,
+            "checkpoint": self.checkpoint,
+            "backend": self.backend,
+            "shapes": list(self.points),
+            "passed": self.passed,
+            "verdict": self.verdict,
+            "results": rows,
+        }
+
+    @property
+    def verdict(self) -> str:
+        """One line; says which shapes were left out."""
+        worst = [result for result in self.results if not result.passed]
+        left = [point for point in POINTS if point not in self.points]
+        scope = f"at the {', '.join(self.points)} shapes" + (f" only ({', '.join(left)} not checked)" if left else "")
+        if self.passed:
+            return f"parity holds {scope}: {len(self.results)} comparisons"
+        return f"parity FAILED {scope}: {len(worst)} of {len(self.results)} comparisons are outside the tolerance"
+
+
+class Check:
+    """A bundle against the checkpoint it was made from."""
+
+    def __init__(self, bundle: Path, checkpoint: Checkpoint, *, backend: str | None = None) -> None:
+        """Open both. Raises ArtefactError where the bundle was made from another checkpoint."""
+        self.engines = Engines.open(bundle, backend, None)
+        self.checkpoint = checkpoint
+        self.manifest = self.engines.manifest
+        self.family = family(self.manifest.family)
+        theirs, ours = checkpoint.origin().digest, self.manifest.checkpoint.digest
+        if theirs != ours:
+            self.engines.close()
+            raise ArtefactError(
+                f"the bundle was made from another checkpoint: its digest is {ours[:12]}…, this one's {theirs[:12]}…",
+                where=f"{bundle}/bundle.json: checkpoint.digest",
+                hint="compare with the checkpoint it was made from, or export and build this one",
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engines.close()
+
+    def specs(self) -> list[ComponentSpec]:
+        """Components that the bundle has engines for."""
+        have = self.engines.bundle.components(self.engines.toolchain.backend)
+        return [spec for spec in self.family.components(self.checkpoint.configs) if spec.name in have]
+
+    def request(
+        self,
+        *,
+        prompts: Sequence[str] = (),
+        negative: str = "",
+        steps: int = 20,
+        guidance: float | None = None,
+        seed: int = 0,
+        scheduler: str | None = None,
+    ) -> PictureRequest:
+        """Say which pictures are compared: as many as the profile's tuned batch and never fewer than asked."""
+        facts, opt = self.manifest.facts, self.manifest.profile.sizes("opt")
+        return PictureRequest(
+            prompts=tuple(prompts) or PROMPTS,
+            negative=negative,
+            seed=seed,
+            steps=steps,
+            guidance=facts.guidance if guidance is None else guidance,
+            height=opt["height"],
+            width=opt["width"],
+            scheduler=scheduler or self.manifest.samplers[0],
+        )
+
+    def plan(self, points: Sequence[Point]) -> list[Planned]:
+        """Count what every comparison will take, largest shape first."""
+        planned = []
+        for point in sorted(points, key=POINTS.index, reverse=True):
+            sizes = {**self.manifest.profile.sizes(point), "window": self.manifest.window or ENTRY, "branches": 2}
+            for limit in self.manifest.facts.tokens.values():
+                sizes.setdefault("tokens", limit.limit)
+            for spec in self.specs():
+                case = Case(spec, self.manifest.facts, sizes, self._vocabulary())
+                calls = sizes["branches"] if spec.name == "denoiser" else 1
+                planned.append(Planned(case, point, cost(spec, self.checkpoint.configs[spec.folder], sizes), calls))
+        return planned
+
+    def refuse_beyond_memory(self, planned: Sequence[Planned]) -> None:
+        """Raise UsageError where the machine lacks the memory for the largest comparison."""
+        largest = max(planned, key=lambda item: item.peak_bytes)
+        needed = int(largest.peak_bytes * MARGIN) + 2 * self._weights()
+        if needed > (there := available_memory()):
+            raise UsageError(
+                f"comparing at the {largest.point} shape takes about {needed / 1e9:.1f} GB, {there / 1e9:.1f} GB are available",
+                where=f"{largest.case.spec.name} at {largest.case.at}",
+                hint="leave that shape out (--shapes opt), or build with a smaller profile",
+            )
+
+    def run(
+        self,
+        planned: Sequence[Planned],
+        request: PictureRequest,
+        tolerance: Tolerance,
+        *,
+        done: Callable[[ParityResult], None] = lambda _result: None,
+    ) -> Report:
+        """Compare; `done` is told every result as it comes."""
+        reference = Reference(self.checkpoint)
+        results = []
+        for result in self._results(reference, planned, request, tolerance):
+            results.append(result)
+            done(result)
+        points = tuple(point for point in POINTS if any(item.point == point for item in planned))
+        backend = self.engines.toolchain.backend
+        return Report(self.manifest.name, self.checkpoint.name, backend, points, tuple(results))
+
+    def _results(
+        self, reference: Reference, planned: Sequence[Planned], request: PictureRequest, tolerance: Tolerance
+    ) -> Iterator[ParityResult]:
+        for item in reversed(planned):  # small shapes first: what is wrong everywhere shows early
+            session = self.engines.session(item.case.spec.name)
+
+            def module(feeds: Mapping[str, Any], spec: ComponentSpec = item.case.spec) -> dict[str, Any]:
+                return reference.component(spec, feeds)
+
+            yield from check_component(item.case, session, module, tolerance.relative_l2)
+        yield from self._pictures(reference, request, tolerance)
+
+    def _vocabulary(self) -> int:
+        return min(int(config["vocab_size"]) for config in self.checkpoint.configs.values() if "vocab_size" in config)
+
+    def _weights(self) -> int:
+        """Bytes of all weights in float32."""
+        seen = {spec.folder for spec in self.specs()}
+        tensors = [ref for folder in seen for ref in self.checkpoint.tensors(folder).values()]
+        return sum(4 * int(np.prod(ref.shape)) for ref in tensors)

@@ -1,0 +1,103 @@
+"""Component by component: the same random inputs through an engine and through diffusers' module.
+
+The denoiser's and the VAE decoder's engines begin with the sampler's prologue (latent = Σ coefficients · window) and the
+denoiser's ends with the guidance sum; what these must compute is written out here in numpy, around the bare module.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from trtdiff.backends import Session
+from trtdiff.families.base import ComponentSpec, ModelFacts
+from trtdiff.parity.compare import ParityResult, compare_tensors
+from trtdiff.types import Array
+
+Module = Callable[[Mapping[str, Array]], dict[str, Array]]
+"""The reference: inputs of a ComponentSpec by name → its outputs by name."""
+
+TRAINING_STEPS = 1000
+"""Timesteps are drawn below this, as in training."""
+GUIDANCE = 4.0
+"""Weighs the branches as a usual request does; the prediction is then a difference of two, which magnifies errors."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One component at one shape."""
+
+    spec: ComponentSpec
+    facts: ModelFacts
+    sizes: Mapping[str, int]
+    """By symbolic dimension: batch, height, width, tokens, window, branches."""
+    vocabulary: int
+    """Token ids are drawn below this."""
+    seed: int = 0
+
+    @property
+    def at(self) -> str:
+        """The sizes that this component has, in words."""
+        used = dict.fromkeys(name for item in (*self.spec.inputs, *self.spec.outputs) for name in item.symbols)
+        return ", ".join(f"{name} {self.sizes[name]}" for name in used)
+
+
+def check_component(case: Case, session: Session, reference: Module, tolerance: float) -> list[ParityResult]:
+    """Compare every output of one component at one shape."""
+    feeds, expected = _case(case, {spec.name for spec in session.inputs}, reference)
+    got = session.run(feeds)
+    return [
+        compare_tensors(f"{case.spec.name}.{name}", case.at, got[name], expected[name], tolerance)
+        for name in sorted(expected)
+        if name in got or name in {item.name for item in case.spec.outputs}
+    ]
+
+
+def _case(case: Case, engine_inputs: set[str], reference: Module) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Draw the engine's inputs, and compute what must come out."""
+    rng = np.random.default_rng(case.seed)
+    plain = {item.name: _draw(item.dtype, item.shape(case.sizes), case.vocabulary, rng) for item in case.spec.inputs}
+    if "window" not in engine_inputs:
+        return plain, reference(plain)
+    inner = next(item.name for item in case.spec.inputs if item.name in {"sample", "latent"})
+    feeds, latent = _prologue(plain.pop(inner), case.sizes["window"], rng)
+    if "guidance" not in engine_inputs:
+        return feeds, {**reference({inner: latent, **plain}), "latent": latent}
+    return _guided(case, feeds, latent, inner, rng, reference)
+
+
+def _prologue(like: Array, slots: int, rng: np.random.Generator) -> tuple[dict[str, Array], Array]:
+    """Draw a window and coefficients for a latent [B, C, h, w] of unit variance; give that latent too."""
+    window = rng.standard_normal((slots, *like.shape), np.float32)
+    coefficients = rng.standard_normal((slots, len(like)), np.float32)
+    coefficients /= np.linalg.norm(coefficients, axis=0)
+    latent = np.einsum("kb,kbchw->bchw", coefficients.astype(np.float64), window.astype(np.float64))
+    return {"window": window, "coefficients": coefficients}, latent.astype(np.float32)
+
+
+def _guided(
+    case: Case, feeds: dict[str, Array], latent: Array, inner: str, rng: np.random.Generator, reference: Module
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Add what the denoiser's engine takes besides: per-image scale and timestep, branches of conditions, guidance."""
+    batch, branches = len(latent), case.sizes["branches"]
+    scale = rng.uniform(0.1, 1.0, batch).astype(np.float32)
+    timestep = rng.integers(0, TRAINING_STEPS, batch).astype(np.float32)
+    conditions = {
+        spec.name: rng.standard_normal((branches, *spec.shape(case.sizes)), np.float32) for spec in case.facts.conditions
+    }
+    guidance = np.repeat(np.array([[1 - GUIDANCE], [GUIDANCE]] if branches == 2 else [[1.0]], np.float32), batch, axis=1)
+    model_input = (latent * scale[:, None, None, None]).astype(np.float32)
+    prediction = np.zeros_like(latent, np.float64)
+    for branch in range(branches):
+        own = {name: values[branch] for name, values in conditions.items()}
+        made = reference({inner: model_input, "timestep": timestep, **own})["prediction"]
+        prediction += guidance[branch][:, None, None, None].astype(np.float64) * made
+    feeds |= {"scale": scale, "timestep": timestep, "guidance": guidance, **conditions}
+    return feeds, {"latent": latent, "prediction": prediction.astype(np.float32)}
+
+
+def _draw(dtype: str, shape: tuple[int, ...], vocabulary: int, rng: np.random.Generator) -> Array:
+    """Draw token ids, or values of unit variance."""
+    if dtype.startswith("int"):
+        return rng.integers(0, vocabulary, shape).astype(dtype)
+    return rng.standard_normal(shape).astype(dtype)

@@ -1,0 +1,147 @@
+"""The other side of every comparison: the checkpoint as diffusers itself loads and runs it, in float32 on the CPU."""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trtdiff.checkpoint import Checkpoint
+from trtdiff.errors import CheckpointError, MissingDependency, UsageError
+from trtdiff.families.base import ComponentSpec
+from trtdiff.types import Array
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True)
+class PictureRequest:
+    """One call of a pipeline, in words that both sides understand."""
+
+    prompts: tuple[str, ...]
+    negative: str
+    seed: int
+    """Image i starts from seed + i."""
+    steps: int
+    guidance: float
+    height: int
+    width: int
+    scheduler: str
+    strength: float = 0.8
+    """For image to image alone."""
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.prompts)} x {self.height}x{self.width}, {self.steps} steps of {self.scheduler}, "
+            f"guidance {self.guidance:g}, seed {self.seed}"
+        )
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """What a pipeline made."""
+
+    latents: Array  # [calls, B, C, h, w] float32, after every scheduler step
+    pixels: Array  # [B, H, W, 3] uint8
+
+
+class Reference:
+    """A checkpoint loaded by diffusers. Loading takes the memory of its weights in float32."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        try:
+            import diffusers
+            import torch
+        except ImportError as error:
+            raise MissingDependency(f"comparing with PyTorch needs {error.name}", hint="pip install 'trtdiff[compile]'") from None
+        self._checkpoint = checkpoint
+        with _quiet():
+            try:
+                self._pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(
+                    str(checkpoint.path), torch_dtype=torch.float32, local_files_only=True, **_variant(checkpoint),
+                    **{name: None for name in ("safety_checker", "feature_extractor") if name in checkpoint.parts},
+                )  # fmt: skip
+            except (OSError, ValueError, RuntimeError) as error:
+                raise CheckpointError(f"diffusers cannot load the checkpoint: {error}", where=checkpoint.name) from error
+        self._pipeline.set_progress_bar_config(disable=True)
+
+    def component(self, spec: ComponentSpec, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Run diffusers' own module behind the family's adapter on these inputs."""
+        import torch
+
+        config = self._checkpoint.configs[spec.folder]
+        with torch.device("meta"):
+            adapter = spec.build(config)  # its weights never exist: the loaded module takes the place of its own
+        setattr(adapter, spec.prefix, getattr(self._pipeline, spec.folder).eval())
+        tensors = [torch.from_numpy(np.ascontiguousarray(feeds[item.name])) for item in spec.inputs]
+        with torch.inference_mode():
+            results = adapter(*tensors)
+        if isinstance(results, torch.Tensor):
+            results = (results,)
+        return {item.name: value.numpy() for item, value in zip(spec.outputs, results, strict=True)}
+
+    def pictures(self, request: PictureRequest, image: "Image | None" = None) -> Pictures:
+        """Call the diffusers pipeline as its users do; with an image, the pipeline's image-to-image form."""
+        import diffusers
+        import torch
+
+        from trtdiff.export.schedulers import make_scheduler
+
+        pipeline = self._pipeline
+        own = pipeline.scheduler
+        kwargs: dict[str, Any] = {"height": request.height, "width": request.width}
+        if image is not None:
+            with _quiet():
+                pipeline = diffusers.AutoPipelineForImage2Image.from_pipe(pipeline)
+            kwargs = {"image": image.resize((request.width, request.height)), "strength": request.strength}
+        pipeline.set_progress_bar_config(disable=True)
+        pipeline.scheduler = make_scheduler(self._checkpoint.configs["scheduler"], request.scheduler)
+        latents: list[Array] = []
+
+        def keep(_pipeline: Any, _step: int, _timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+            latents.append(values["latents"].float().numpy().copy())
+            return {}
+
+        try:
+            with _quiet():
+                made = pipeline(
+                    list(request.prompts),
+                    negative_prompt=[request.negative] * len(request.prompts),
+                    num_inference_steps=request.steps,
+                    guidance_scale=request.guidance,
+                    generator=[torch.Generator().manual_seed(request.seed + i) for i in range(len(request.prompts))],
+                    output_type="np",
+                    callback_on_step_end=keep,
+                    **kwargs,
+                )
+        except ValueError as error:
+            raise UsageError(f"the diffusers pipeline refuses the request: {error}", where=str(request)) from error
+        finally:
+            self._pipeline.scheduler = own
+        if not latents:
+            raise UsageError("the diffusers pipeline took no step", where=str(request), hint="raise --steps or --strength")
+        return Pictures(np.stack(latents), (made.images * 255).round().astype(np.uint8))
+
+
+def _variant(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {"variant": checkpoint.variant} if checkpoint.variant else {}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep diffusers' and transformers' remarks out of our output; their errors still come as exceptions."""
+    loggers: Sequence[logging.Logger] = [logging.getLogger(name) for name in ("diffusers", "transformers")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
