@@ -66,8 +66,13 @@ def _remembered(identity: str) -> str | None:
     return row[0] if row else None
 
 
+def cache_folder() -> Path:
+    """Give the folder of what can be made again: `$TRTDIFF_CACHE`, else the user's cache."""
+    return Path(os.environ.get("TRTDIFF_CACHE") or user_cache_path("trtdiff"))
+
+
 def _memo() -> sqlite3.Connection:
-    folder = Path(os.environ.get("TRTDIFF_CACHE") or user_cache_path("trtdiff"))
+    folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     memo = sqlite3.connect(folder / "digests.sqlite", timeout=5)
     memo.execute("CREATE TABLE IF NOT EXISTS digests (identity TEXT PRIMARY KEY, sha256 TEXT NOT NULL)")

@@ -9,11 +9,14 @@ import math
 import re
 import warnings
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trtdiff.digest import cache_folder, file_digest
 from trtdiff.errors import CheckpointError, MissingDependency
 from trtdiff.export.safetensors_index import ITEMSIZE, TensorRef
+from trtdiff.records import whole_file
 
 _SAFER = "get this checkpoint's .safetensors files, or convert it where you trust it"
 _CALLS = re.compile(r"GLOBAL\s+(?P<name>[\w.]+)")
@@ -24,7 +27,11 @@ def read_pickle_index(path: Path) -> dict[str, TensorRef]:
 
     Raises CheckpointError for a pickle that asks for anything but tensors, and for a damaged file.
     """
-    loaded = _load(path)
+    if not path.is_file():
+        _refuse(path, "is not a file")
+    if not zipfile.is_zipfile(path):
+        path = _as_archive(path)
+    loaded = _load(path, offsets_only=True)
     if not isinstance(loaded, dict):
         _refuse(path, "does not hold a dictionary of tensors")
     _check_archive(path)
@@ -38,7 +45,23 @@ def read_pickle_index(path: Path) -> dict[str, TensorRef]:
     return refs
 
 
-def _load(path: Path) -> Any:
+def _as_archive(path: Path) -> Path:
+    """Save a file in PyTorch's format from before 1.6, which has no offsets, in today's; once, in the user's cache."""
+    try:
+        target = cache_folder() / "pickles" / f"{file_digest(path)}.bin"
+    except OSError as error:
+        _refuse(path, f"cannot be read: {error.strerror}")
+    if not target.is_file():
+        loaded = _load(path, offsets_only=False)
+        import torch
+
+        with whole_file(target) as temporary:
+            torch.save(loaded, temporary)
+    return target
+
+
+def _load(path: Path, *, offsets_only: bool) -> Any:
+    """Unpickle with nothing but tensor constructors; tensors have no data but an offset where `offsets_only`."""
     try:
         import torch
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -49,7 +72,7 @@ def _load(path: Path) -> Any:
             hint="pip install 'trtdiff[compile]', or use a .safetensors checkpoint",
         ) from None
     try:
-        with warnings.catch_warnings(), FakeTensorMode():
+        with warnings.catch_warnings(), FakeTensorMode() if offsets_only else nullcontext():
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -67,8 +90,6 @@ def _load(path: Path) -> Any:
 
 def _check_archive(path: Path) -> None:
     """Offsets into a zip archive mean tensors only where its members are stored as they are."""
-    if not zipfile.is_zipfile(path):
-        return  # PyTorch's format before 1.6, whose storages follow the pickle
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
