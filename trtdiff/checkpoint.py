@@ -38,7 +38,7 @@ class Checkpoint:
     pipeline: str
     """The diffusers pipeline class."""
     configs: Mapping[str, Mapping[str, Any]]
-    """By component folder, as stored; a tokenizer's is its special tokens map under its tokenizer config."""
+    """By component folder, as stored; a tokenizer's has its special tokens in it."""
     notes: tuple[str, ...]
     """What was chosen among the files, for people: `unet: fp16 variant, 1 file`."""
     _weights: Mapping[str, WeightFile] = field(repr=False)
@@ -157,13 +157,13 @@ def _locate(source: str, revision: str | None, variant: str | None) -> tuple[Pat
 
 def _near(path: Path) -> str:
     parent = path.absolute().parent
+    if "@" in path.name:
+        return "a hub id is owner/name; its revision is given apart"
     if not parent.is_dir():
         return f"{parent} is not there either"
     folders = sorted(item.name for item in parent.iterdir() if item.is_dir())
     if near := get_close_matches(path.name, folders, n=3):
         return f"did you mean {' or '.join(near)}?"
-    if "@" in path.name:
-        return "a hub id is owner/name; its revision is given apart"
     return "give a checkpoint's folder, or a hub id like owner/name"
 
 
