@@ -12,7 +12,7 @@ Capacity: at least 2 K slots, so that this copy never overlaps itself. `slots_fo
 (or m, if that is more), so a copy of K slots falls due once in LAP calls.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from trtdiff.errors import UsageError
 from trtdiff.types import Array
@@ -26,6 +26,13 @@ LAP = 16
 def slots_for(window: int) -> int:
     """Give the slots to allocate for a window of `window` entries."""
     return ENTRY * (window + max(window, LAP))
+
+
+class _Views(NamedTuple):
+    window: Array
+    latent: Array
+    prediction: Array
+    noise: Array
 
 
 class LatentLog:
@@ -46,7 +53,9 @@ class LatentLog:
         self.width = ENTRY * window
         """K: slots in the window."""
         starts = range(0, slots - self.width - ENTRY + 1, ENTRY)
-        self._views = [(array[s : s + self.width], *(array[s + self.width + k] for k in range(ENTRY))) for s in starts]
+        self._views = [
+            _Views(array[s : s + self.width], *array[s + self.width : s + self.width + ENTRY]) for s in starts
+        ]
         self._last = array[slots - self.width : slots]
         self._at = 0
         array[:] = 0
@@ -59,22 +68,22 @@ class LatentLog:
     @property
     def window(self) -> Array:  # [K, B, C, h, w]
         """The last K slots before the next entry: the denoiser's input, and the decoder's after the last call."""
-        return self._views[self._at][0]
+        return self._views[self._at].window
 
     @property
     def latent(self) -> Array:  # [B, C, h, w]
         """Slot of the next x_i."""
-        return self._views[self._at][1]
+        return self._views[self._at].latent
 
     @property
     def prediction(self) -> Array:  # [B, C, h, w]
         """Slot of the next pred_i."""
-        return self._views[self._at][2]
+        return self._views[self._at].prediction
 
     @property
     def noise(self) -> Array:  # [B, C, h, w]
         """Slot of the next noise_i."""
-        return self._views[self._at][3]
+        return self._views[self._at].noise
 
     def start(self, noise: Array, clean: Array | None = None) -> None:
         """Begin a loop: write entry -1, the N(0, 1) draw and, for image-to-image, the clean latents [B, C, h, w]."""

@@ -3,8 +3,9 @@
 A `torch.Generator("cpu")` is a Mersenne twister (MT19937) plus one remembered normal. `torch.randn` in float32 reads it
 in two ways (ATen/native/cpu/DistributionTemplates.h, `normal_fill`; ATen/core/DistributionsHelper.h):
 
-- 16 elements or more: one 32-bit word each, its low 24 bits a uniform in [0, 1); Box-Muller turns every block of 16 (the
-  first 8 radii, the last 8 angles) into 16 normals. When the count is no multiple of 16, the last 16 are drawn anew.
+- 16 elements or more: one 32-bit word each, its low 24 bits a uniform in [0, 1); Box-Muller turns every block of 16
+  (the first 8 radii, the last 8 angles) into 16 normals. When the count is no multiple of 16, the last 16 are drawn
+  anew.
 - fewer than 16: two words make a 53-bit uniform, two uniforms two normals in double precision; the second normal waits
   in the generator for the next short call, however many long calls come between.
 
@@ -35,11 +36,11 @@ class TorchStream:
     def __init__(self, seed: SupportsIndex) -> None:
         self.seed = check_seed(seed)
         # numpy's legacy seeding of one integer is Knuth's initialisation of the 624 words, as at::mt19937 does it
-        self._words = np.random.RandomState(self.seed & 0xFFFFFFFF)  # noqa: NPY002 - the legacy stream is the point
+        self._words = np.random.RandomState(self.seed & 0xFFFFFFFF)
         self._waiting: float | None = None
 
     def randn(self, shape: Sequence[int]) -> npt.NDArray[np.float32]:  # [*shape]
-        """Give what the next `torch.randn(shape, generator=g)` gives, within 2e-7 where |x| ≤ 1 (float32 rounding)."""
+        """Give what the next `torch.randn(shape, generator=g)` gives, up to 3e-7 · max(1, |x|), its last bits."""
         count = math.prod(shape)
         return (self._long(count) if count >= _BLOCK else self._short(count)).reshape(shape)
 

@@ -44,14 +44,14 @@ class SamplerTable:
     draws: npt.NDArray[np.bool_]  # [calls]
     """Whether diffusers draws a noise during the step that follows call i (used or not: the stream moves on)."""
     residual: float
-    """Largest coefficient that the window could not express, relative to its row: 0 where nothing had to be rewritten."""
+    """Largest coefficient that the window could not express, relative to its row; 0 where nothing was rewritten."""
 
     def __post_init__(self) -> None:
         calls, (rows, width) = self.calls, self.coefficients.shape
-        where = f"sampler {self.name}, {self.steps} steps, start {self.start}"
-        age = np.arange(rows)[:, None] + 1 - self.window + np.arange(width)[None] // ENTRY - 1  # entry that a column means
+        entry = np.arange(rows)[:, None] - self.window + np.arange(width)[None] // ENTRY  # that a column means
         kind = np.arange(width) % ENTRY
-        drawn = np.append(self.draws, True)[np.clip(age, -1, calls - 1)]  # noise_{-1} always is
+        drawn = np.append(self.draws, True)[np.clip(entry, -1, calls - 1)]  # the last one is noise_{-1}, always drawn
+        where = f"sampler {self.name}, {self.steps} steps, start {self.start}"
         faults = {
             "shapes disagree": width % ENTRY
             or width == 0
@@ -63,8 +63,8 @@ class SamplerTable:
         }
         if not any(faults.values()):
             faults |= {
-                "a coefficient is on an entry before the start": self.coefficients[age < -1].any(),
-                "a coefficient is on pred_{-1}": self.coefficients[(age == -1) & (kind == 1)].any(),
+                "a coefficient is on an entry before the start": self.coefficients[entry < -1].any(),
+                "a coefficient is on pred_{-1}": self.coefficients[(entry == -1) & (kind == 1)].any(),
                 "a coefficient is on a noise that is not drawn": self.coefficients[~drawn & (kind == 2)].any(),
                 "a scale is not positive": (self.scales <= 0).any(),
             }
@@ -80,7 +80,7 @@ class SamplerTable:
     @property
     def window(self) -> int:
         """Entries m that a row looks back on."""
-        return self.coefficients.shape[1] // ENTRY
+        return int(self.coefficients.shape[1]) // ENTRY
 
     @property
     def stochastic(self) -> bool:
@@ -112,14 +112,14 @@ class SamplerBatch:
     @property
     def window(self) -> int:
         """Entries m that a row looks back on."""
-        return self.coefficients.shape[1] // ENTRY
+        return int(self.coefficients.shape[1]) // ENTRY
 
 
 def stack_tables(tables: Sequence[SamplerTable], window: int | None = None) -> SamplerBatch:
     """Put one table an image side by side, padded to one window and one number of calls.
 
-    An image that is done before the others keeps its latent: its remaining rows copy x_{i-1}, its remaining calls repeat
-    the last timestep, and what the model predicts there has coefficient zero. So the last row is right for all.
+    An image that is done before the others keeps its latent: its remaining rows copy x_{i-1}, its remaining calls
+    repeat the last timestep, and what the model predicts there has coefficient zero. So the last row is right for all.
     """
     if not tables:
         raise UsageError("a batch needs at least one sampler table")
@@ -148,8 +148,8 @@ def run_loop(
 ) -> Array:  # [B, C, h, w]
     """Run a table over a latent log in numpy: the reference for every other loop.
 
-    `predict(model_input [B, C, h, w], timestep, call)` is the model. `noise` is the N(0, 1) start [B, C, h, w] and gives
-    the number type that the loop computes in; `clean` is image-to-image's latent; `draw()` gives the next noise.
+    `predict(model_input [B, C, h, w], timestep, call)` is the model. `noise` is the N(0, 1) start [B, C, h, w] and
+    gives the number type that the loop computes in; `clean` is image-to-image's latent; `draw()` gives the next noise.
     """
     if clean is None and table.start is not None:
         raise UsageError(f"sampler {table.name} starts at step {table.start}: that needs a clean latent")
@@ -172,7 +172,8 @@ def run_loop(
 def start_of_strength(steps: int, strength: float) -> int:
     """Give the start of image-to-image at this strength: how many of the steps are skipped.
 
-    As diffusers' `StableDiffusionImg2ImgPipeline.get_timesteps`; strength 1 skips none, yet still starts from the noised image.
+    As diffusers' `StableDiffusionImg2ImgPipeline.get_timesteps`. Strength 1 skips none, and still starts from the
+    noised image.
     """
     if steps < 1:
         raise UsageError(f"{steps} steps", hint="ask for at least one step")

@@ -1,14 +1,17 @@
 """The file of a bundle's sampler tables: every scheduler, step count and image-to-image start, opened in a millisecond.
 
-A safetensors file. Its metadata says which samplers there are; each has five tensors, read when first asked for:
+A safetensors file. Its metadata says which samplers there are; each has six tensors, read when first asked for:
 
-    <name>/rows       [R, columns] float64  coefficients of the columns that are ever used; shared rows stand here once
+    <name>/rows       [R, columns] float64  coefficients of x_1, x_2, … on the columns that are ever used; a row that
+                                            several starts share stands here once
+    <name>/first      [tables, 2] float64   coefficients of x_0 on the clean latent and on the first noise
     <name>/timesteps  [T] float32           what the model is given, one a call
     <name>/scales     [T] float64           latent to model input
     <name>/draws      [T] uint8             1 where a noise is drawn
-    <name>/index      [tables, 7] int32     steps, start (-1: text to image), calls, first timestep, own row, own rows, shared row
+    <name>/index      [tables, 7] int32     steps, start (-1: text to image), calls, first timestep,
+                                            first own row, own rows, first shared row
 
-A table's rows are its own, then as many shared ones as make `calls + 1`.
+After x_0, a table's rows are its own, then as many shared ones as make `calls + 1`.
 """
 
 import difflib
@@ -27,7 +30,14 @@ from trtdiff.types import Array
 
 FORMAT = "trtdiff-samplers"
 SCHEMA = 1
-TENSORS = {"rows": np.float64, "timesteps": np.float32, "scales": np.float64, "draws": np.uint8, "index": np.int32}
+TENSORS = {
+    "rows": np.float64,
+    "first": np.float64,
+    "timesteps": np.float32,
+    "scales": np.float64,
+    "draws": np.uint8,
+    "index": np.int32,
+}
 TEXT = -1
 """Stands for "no start" in the index."""
 
@@ -57,25 +67,29 @@ class SamplerBook:
 
     path: Path
     samplers: Mapping[str, SamplerInfo]
+    made_by: Mapping[str, str]
+    """Versions of the libraries whose schedulers these are."""
     _pages: dict[str, dict[str, Array]] = field(default_factory=dict, repr=False)
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open a file: only its header is read. Raises ArtefactError when it is not a whole sampler file of this schema."""
+        """Open a file; only its header is read. ArtefactError when it is no whole sampler file of this schema."""
         path = Path(path)
         file = _safe_open(path)
         try:
             about = json.loads((file.metadata() or {})["about"])
-            if (about["format"], about["schema"]) != (FORMAT, SCHEMA):
-                raise _damaged(path, f"it is {about['format']!r}, schema {about['schema']!r}, not {FORMAT!r}, schema {SCHEMA}")
+            kind = (about["format"], about["schema"])
+            if kind != (FORMAT, SCHEMA):
+                raise _damaged(path, f"it is {kind}, not {(FORMAT, SCHEMA)}")
             samplers = {
-                entry["name"]: SamplerInfo(**{**entry, "columns": tuple(entry["columns"])}) for entry in about["samplers"]
+                entry["name"]: SamplerInfo(**{**entry, "columns": tuple(entry["columns"])})
+                for entry in about["samplers"]
             }
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged(path, f"its metadata cannot be read: {error!r}") from error
         if set(file.keys()) != {f"{name}/{tensor}" for name in samplers for tensor in TENSORS} or not samplers:
             raise _damaged(path, "its tensors are not those that its metadata lists")
-        return cls(path, samplers)
+        return cls(path, samplers, about["made_by"])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,6 +129,7 @@ class SamplerBook:
                 or len(times) != 1
                 or shapes["rows"][1:] != (len(self.samplers[name].columns),)
                 or shapes["index"][1:] != (7,)
+                or shapes["first"] != (len(page["index"]), 2)
                 or not shapes["timesteps"] == shapes["scales"] == shapes["draws"] == times
             ):
                 raise _damaged(self.path, f"the tensors of sampler {name} have shapes {shapes}")
@@ -133,16 +148,18 @@ class SamplerBook:
 def read_table(info: SamplerInfo, page: Mapping[str, Array], steps: int, start: int | None) -> SamplerTable | None:
     """Put one table together from a sampler's tensors; None when there is none for these steps and this start."""
     index = page["index"]
-    found = index[(index[:, 0] == steps) & (index[:, 1] == (TEXT if start is None else start))]
+    found = np.flatnonzero((index[:, 0] == steps) & (index[:, 1] == (TEXT if start is None else start)))
     if not len(found) or start == TEXT:
         return None
-    _, _, calls, time, own, owned, shared = found[0].tolist()
-    rest = calls + 1 - owned
+    _, _, calls, time, own, owned, shared = index[found[0]].tolist()
+    rest = calls - owned
     reach = {"rows": max(own + owned, shared + rest), "timesteps": time + calls}
     if min(calls, time, own, owned, shared, rest) < 0 or any(len(page[name]) < end for name, end in reach.items()):
         raise ValueError("the index points outside the rows")
     coefficients = np.zeros((calls + 1, ENTRY * info.window))
-    coefficients[:, info.columns] = np.concatenate([page["rows"][own : own + owned], page["rows"][shared : shared + rest]])
+    coefficients[0, [-ENTRY, -1]] = page["first"][found[0]]
+    coefficients[1 : owned + 1, info.columns] = page["rows"][own : own + owned]
+    coefficients[owned + 1 :, info.columns] = page["rows"][shared : shared + rest]
     now = slice(time, time + calls)
     return SamplerTable(
         name=info.name,

@@ -1,7 +1,8 @@
 """Is the scheduler what its table says? Run diffusers' own loop on a non-linear model, at real amplitudes.
 
-Basis vectors are small, so a clip or a threshold would not show on them. Here the start is diffusers' own, σ_max · N(0, 1), and
-predictions are as large as a network's; whatever is not affine shows as a difference, and is refused by the field's name.
+Basis vectors are small, so a clip or a threshold would not show on them. Here the start is diffusers' own, N(0, 1)
+times the largest sigma, and predictions are as large as a network's. Whatever is not affine shows as a difference and
+is refused by its field's name.
 """
 
 from typing import Any
@@ -17,7 +18,7 @@ from trtdiff.sampler_book import read_table
 from trtdiff.types import Array
 
 TOLERANCE = 1e-9
-"""Largest |difference| over largest |latent|, in float64. Measured: 1e-15 to 1e-12; the model is rough and magnifies rounding."""
+"""Largest |difference| over largest |latent|, in float64. Measured: 1e-15 to 1e-12 (the model magnifies rounding)."""
 SHAPE = (1, 4, 8, 8)
 _STEPS = (1, 2, 3, 7, 20, 50)
 _NON_AFFINE = ("thresholding", "clip_sample")
@@ -25,11 +26,13 @@ _NON_AFFINE = ("thresholding", "clip_sample")
 
 def model(latent: Array, timestep: float, _call: int) -> Array:
     """Predict something non-linear, that mixes neighbours, of about unit size: a stand-in for a network."""
-    return np.tanh(latent * (1 + timestep / 1000)) + 0.5 * np.roll(latent, 1, axis=-1) / (1 + np.abs(latent)) + np.cos(3 * latent)
+    neighbour = np.roll(latent, 1, axis=-1) / (1 + np.abs(latent))
+    prediction: Array = np.tanh(latent * (1 + timestep / 1000)) + 0.5 * neighbour + np.cos(3 * latent)
+    return prediction
 
 
 def table_error(scheduler: Any, call: ScheduleCall, table: SamplerTable, seed: int = 0) -> float:
-    """Give the largest difference between a table's result and diffusers' own, relative to the largest latent, in float64."""
+    """Give the largest difference between a table's result and diffusers' own, over the largest latent, in float64."""
     import torch
 
     random = np.random.default_rng(seed)
@@ -74,12 +77,13 @@ def check_affinity(scheduler: Any, call: ScheduleCall, pages: SamplerPages) -> f
 def _refuse(scheduler: Any, table: SamplerTable, error: float) -> None:
     kind, config = type(scheduler).__name__, scheduler.config
     fields = [field for field in _NON_AFFINE if config.get(field)]
-    fields += [f"{field}={config[field]}" for field in ("clip_sample_range", "sample_max_value") if fields and field in config]
-    because = f"; its config sets {', '.join(fields)}, which cuts values off" if fields else ""
+    because, hint = "", "choose another scheduler"
+    if fields:
+        because = f"; its config sets {' and '.join(fields)}, which cuts values off"
+        hint = f"set {fields[0]} to false in the checkpoint's scheduler_config.json, or {hint}"
     raise SamplerError(
-        f"{table.name}: {kind} is not a table: at {table.steps} steps, start {table.start}, it differs by {error:.1e}{because}",
-        where=f"scheduler_config.json, {fields[0] if fields else kind}",
-        hint=f"set {fields[0]} to false in the checkpoint's scheduler_config.json, or choose another scheduler"
-        if fields
-        else "choose another scheduler",
+        f"{table.name}: {kind} cannot be compiled: at {table.steps} steps, start {table.start}, "
+        f"its table is off by {error:.1e}{because}",
+        where=f"scheduler {table.name}, config field {fields[0]}" if fields else f"scheduler {table.name}",
+        hint=hint,
     )

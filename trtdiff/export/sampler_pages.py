@@ -1,7 +1,7 @@
 """Collect the rows of sampler tables and write them as one file, the rows that several tables share stored once.
 
-From an image-to-image start a multistep scheduler warms up anew; once its state is that of the full run, its rows are the full
-run's. So a start owns its first row (which mixes clean latent and noise) and its warm-up, and borrows the rest.
+From an image-to-image start a multistep scheduler warms up anew; once its state is that of the full run, its rows are
+the full run's. So a start owns the mix of clean latent and noise that is x_0, and its warm-up, and borrows the rest.
 The layout of the file is described where it is read, in `trtdiff.sampler_book`.
 """
 
@@ -19,7 +19,6 @@ import numpy.typing as npt
 from trtdiff.digest import digest
 from trtdiff.errors import SamplerError, StorageError
 from trtdiff.export.scheduler_rows import SAME, Run
-from trtdiff.latent_log import ENTRY
 from trtdiff.sampler_book import FORMAT, SCHEMA, TENSORS, TEXT, SamplerInfo
 from trtdiff.types import Array
 
@@ -47,6 +46,7 @@ class SamplerPages:
     refused: Mapping[int, str]
     residual: float = 0.0
     affinity: float = 0.0
+    _first: list[tuple[float, float]] = field(default_factory=list)
     _rows: list[Values] = field(default_factory=list)
     _timeline: list[Values] = field(default_factory=list)
     _index: list[tuple[int, ...]] = field(default_factory=list)
@@ -63,13 +63,12 @@ class SamplerPages:
         """Add one table from a run, which may have stopped where it fell into step with the full run."""
         rows, residual = run.coefficients(self.window)
         self.residual = max(self.residual, residual)
-        first = np.zeros((1, ENTRY * self.window))
-        first[0, [-ENTRY, -1]] = run.clean, run.noise
+        self._first.append((run.clean, run.noise))
         timeline = np.stack([run.timesteps[: len(run.scales)], run.scales, run.draws])
         if start is None:
             full = self._full[steps] = _Full(self._stored, self._times, rows, timeline)
-            self._store(np.concatenate([first, rows]), timeline)
-            self._index.append((steps, TEXT, len(rows), full.time, full.row, len(rows) + 1, 0))
+            self._store(rows, timeline)
+            self._index.append((steps, TEXT, len(rows), full.time, full.row, len(rows), 0))
             return
         full = self._full[steps]
         calls = len(run.timesteps)
@@ -78,10 +77,11 @@ class SamplerPages:
         own = int(differ[-1]) + 1 if len(differ) else 0
         rest = full.timeline[:, run.first :]
         whole = np.concatenate([timeline, rest[:, timeline.shape[1] :]], axis=1)
+        whole[0] = run.timesteps
         same = np.array_equal(whole, rest)
         time = full.time + run.first if same else self._times
-        self._index.append((steps, start, calls, time, self._stored, own + 1, full.row + 1 + run.first + own))
-        self._store(np.concatenate([first, rows[:own]]), whole[:, :0] if same else whole)
+        self._index.append((steps, start, calls, time, self._stored, own, full.row + run.first + own))
+        self._store(rows[:own], whole[:, :0] if same else whole)
 
     def info(self) -> SamplerInfo:
         """Give what the file's metadata says of this sampler."""
@@ -99,9 +99,10 @@ class SamplerPages:
         )
 
     def tensors(self) -> dict[str, Array]:
-        """Give the five tensors of this sampler."""
+        """Give the six tensors of this sampler."""
         timesteps, scales, draws = np.concatenate(self._timeline, axis=1)
         arrays = {"timesteps": timesteps, "scales": scales, "draws": draws, "index": np.array(self._index)}
+        arrays["first"] = np.array(self._first)
         arrays["rows"] = np.concatenate(self._rows)[:, self.info().columns]
         if not np.array_equal(timesteps, timesteps.astype(np.float32)):
             raise SamplerError(f"{self.name}: its timesteps are not float32 numbers")
@@ -114,11 +115,12 @@ class SamplerPages:
         self._times += timeline.shape[1]
 
 
-def write_book(path: Path, pages: Sequence[SamplerPages], **about: str) -> None:
-    """Write the file, whole or not at all. `about` is free text for its metadata: versions of what made it."""
+def write_book(path: Path, pages: Sequence[SamplerPages], made_by: Mapping[str, str]) -> None:
+    """Write the file, whole or not at all. `made_by` goes to its metadata: versions of the libraries that made it."""
     from safetensors.numpy import save
 
-    metadata = {"format": FORMAT, "schema": SCHEMA, "samplers": [asdict(page.info()) for page in pages], "made_by": about}
+    samplers = [asdict(page.info()) for page in pages]
+    metadata = {"format": FORMAT, "schema": SCHEMA, "samplers": samplers, "made_by": dict(made_by)}
     tensors = {f"{page.name}/{name}": values for page in pages for name, values in page.tensors().items()}
     content = save(tensors, metadata={"about": json.dumps(metadata, ensure_ascii=False, allow_nan=False)})
     temporary = None

@@ -1,14 +1,15 @@
 """How a pipeline calls its scheduler: the part of sampling that belongs to the model family, not to the scheduler.
 
-A diffusers pipeline decides what it passes to `set_timesteps`, how the first latent is made, which arguments `step` gets,
-and it even rewrites fields of the scheduler's config. `ScheduleCall` holds these decisions; `diffusers_loop` is then
-the denoising loop itself, the same for every family.
+A diffusers pipeline decides what it passes to `set_timesteps`, how the first latent is made and which arguments `step`
+gets, and it even rewrites fields of the scheduler's config. `ScheduleCall` holds these decisions; `diffusers_loop` is
+then the denoising loop itself, the same for every family.
 """
 
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 
@@ -59,15 +60,13 @@ class StableDiffusionCall(ScheduleCall):
 
     def adopt(self, scheduler: Any) -> None:
         """Do as the constructor does with configs of its first year: `steps_offset` is 1, `clip_sample` is not true."""
-        from diffusers.configuration_utils import FrozenDict
-
         config = dict(scheduler.config)
         if config.get("steps_offset", 1) != 1:
             config["steps_offset"] = 1
         if config.get("clip_sample", False) is True:
             config["clip_sample"] = False
         if config != dict(scheduler.config):
-            scheduler._internal_dict = FrozenDict(config)  # noqa: SLF001 - the pipeline does it in these words
+            scheduler._internal_dict = type(scheduler.config)(config)  # noqa: SLF001 - the pipeline does it in these words
 
     def set_timesteps(self, scheduler: Any, steps: int) -> None:
         """`retrieve_timesteps` without custom timesteps or sigmas."""
@@ -96,9 +95,13 @@ class StableDiffusionCall(ScheduleCall):
     def step(self, scheduler: Any, prediction: Any, timestep: Any, latent: Any, generator: Any) -> Any:
         """`prepare_extra_step_kwargs`: eta and the generator go to steps that take them."""
         offered = {"eta": self.eta, "generator": generator}
-        accepted = inspect.signature(scheduler.step).parameters
-        extra = {name: value for name, value in offered.items() if name in accepted}
+        extra = {name: value for name, value in offered.items() if name in _parameters(type(scheduler).step)}
         return scheduler.step(prediction, timestep, latent, **extra, return_dict=False)[0]
+
+
+@cache
+def _parameters(step: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(step).parameters)
 
 
 def diffusers_loop(

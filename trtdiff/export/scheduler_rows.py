@@ -6,9 +6,9 @@ prediction and noise is handed in as a *new* basis vector makes the scheduler sp
 next call is given the basis vector of x_{i+1} instead of that result, so nothing accumulates, and most schedulers are
 seen to look back on one to four entries only.
 
-Some remember a latent that was never handed out (UniPC and SA-Solver correct the last one) and so look back to the start. But x_j in
-the window obeys its own row, x_j - row_j · basis = 0, and a combination of these equations cancels everything older than
-the window; least squares finds it, and what it leaves is the residual.
+Some remember a latent that was never handed out (UniPC and SA-Solver correct the last one) and so look back to the
+start. But x_j in the window obeys its own row, x_j - row_j · basis = 0, and a combination of these equations cancels
+everything older than the window; least squares finds it, and what it leaves is the residual.
 """
 
 import sys
@@ -37,7 +37,7 @@ class RefusedSteps(Exception):  # noqa: N818 - a refusal, caught where step coun
 
 @dataclass
 class Run:
-    """What one run of the scheduler spelled out. Rows are absolute: column 3 j + k is entry j's latent, prediction or noise."""
+    """What one run of the scheduler spelled out; column 3 j + k of a row is entry j's latent, prediction or noise."""
 
     first: int
     """Call of the full schedule that this run begins with."""
@@ -53,9 +53,9 @@ class Run:
     """What the scheduler holds after each of these calls."""
 
     def shorten(self, vector: Row, upto: int, window: int) -> tuple[Row, float]:
-        """Rewrite a vector over entries < `upto` so that only the last `window` of them appear, and say what is left over.
+        """Rewrite a vector over the entries before `upto` so that only the last `window` of them appear.
 
-        Gives the vector, in absolute columns, and the largest older coefficient relative to the largest given one.
+        Gives the vector and what is left over: its largest older coefficient, relative to the largest given one.
         """
         old = ENTRY * max(upto - window, 0)
         if not vector[:old].any():
@@ -140,7 +140,7 @@ class Prober:
             row = self.call.step(self.scheduler, prediction, timestep, latent, self.stage)
         if len(drawn) > 1:
             raise SamplerError(
-                f"{type(self.scheduler).__name__} draws {len(drawn)} noises in one step; a latent log has one slot for them",
+                f"{type(self.scheduler).__name__} draws {len(drawn)} noises in one step; the log has one slot for them",
                 hint="choose another scheduler",
             )
         run.rows.append(row.flatten().double().numpy().copy())
@@ -203,13 +203,18 @@ class Stage:
         import torch
 
         stage = self
+
         def randn_tensor(shape: Any, generator: Any = None, **_: Any) -> Any:
             if generator is not stage:
-                raise SamplerError("draws noise from elsewhere than the image's generator", hint="choose another scheduler")
-            stage._drawn.append(stage._noise)  # noqa: SLF001
-            return stage._noise.reshape(shape)  # noqa: SLF001
+                raise SamplerError(
+                    f"{type(stage.scheduler).__name__} draws noise from elsewhere than the image's generator",
+                    hint="choose another scheduler",
+                )
+            stage._drawn.append(stage._noise)
+            return stage._noise.reshape(shape)
 
-        self._undo.enter_context(replaced(self.scheduler, torch=_DoubleTorch(lambda: stage._noise is not None), randn_tensor=randn_tensor))
+        double = _DoubleTorch(lambda: stage._noise is not None)
+        self._undo.enter_context(replaced(self.scheduler, torch=double, randn_tensor=randn_tensor))
         self._undo.enter_context(torch.inference_mode())
         return self
 
@@ -256,16 +261,16 @@ class _DoubleTorch:
 
 
 def _held(scheduler: Any) -> dict[str, Any]:
-    """What a scheduler remembers, as a copy, without what cannot matter to the steps to come."""
+    """Copy what a scheduler remembers, without what cannot matter to the steps to come."""
     state = _copied(vars(scheduler))
     state.pop("_begin_index", None)  # read once, before the first step
-    if "counter" in state:  # PNDM counts its calls, and only asks whether they are 0, 1 or still in the Runge-Kutta part
+    if "counter" in state:  # PNDM counts its calls, and asks only: 0, 1, or still in the Runge-Kutta part?
         state["counter"] = min(state["counter"], max(2, len(state.get("prk_timesteps", ()))))
     return state
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy lists, which schedulers append to, and latents, which PNDM adds to in place; the rest is never changed in place."""
+    """Copy lists, which schedulers append to, and latents, which PNDM adds to; nothing else is changed in place."""
 
     def copy(value: Any) -> Any:
         if isinstance(value, list):

@@ -1,22 +1,25 @@
 """Compile schedulers into sampler tables: which ones, under which names, and the file that holds them.
 
 Names follow what users of diffusers and of other programs call them; each is a diffusers class made as users make it,
-`Class.from_config(pipeline.scheduler.config, **overrides)`. `default` is the checkpoint's own. The file is a safetensors
-file that `trtdiff.sampler_book` reads; a row that several starts share stands in it once.
+`Class.from_config(pipeline.scheduler.config, **overrides)`. `default` is the checkpoint's own. The file is described
+where it is read, in `trtdiff.sampler_book`.
 """
 
 import importlib
+import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trtdiff.errors import SamplerError, UsageError
 from trtdiff.export.affinity import check_affinity
-from trtdiff.export.schedule_call import ScheduleCall, StableDiffusionCall
 from trtdiff.export.sampler_pages import SamplerPages, write_book
+from trtdiff.export.schedule_call import ScheduleCall, StableDiffusionCall
 from trtdiff.export.scheduler_rows import Prober, RefusedSteps, Run, Stage
 from trtdiff.sampler_book import near
 
@@ -69,12 +72,13 @@ SCHEDULERS: dict[str, SchedulerChoice] = {
 USUAL = (DEFAULT, "ddim", "euler", "euler_a", "dpmpp_2m", "dpmpp_2m_karras", "dpmpp_2m_sde_karras", "unipc")
 """What is compiled when nobody asks for anything else."""
 
-REFUSED: dict[str, str] = {
-    "DPMSolverSDEScheduler": "its noise is a Brownian tree over the whole schedule, not draws from the image's generator",
-    "CosineDPMSolverMultistepScheduler": "its noise is a Brownian tree over the whole schedule, not draws from the image's generator",
-}
+REFUSED: dict[str, str] = dict.fromkeys(
+    ("DPMSolverSDEScheduler", "CosineDPMSolverMultistepScheduler"),
+    "its noise is a Brownian tree over the whole schedule, not draws from the image's generator",
+)
 """Classes that no table can reproduce, and why."""
 
+ANOTHER = "choose another scheduler"
 MAX_STEPS = 100
 MAX_WINDOW = 16
 """Entries. Known schedulers need 1 to 4; PNDM with its Runge-Kutta warm-up needs 11."""
@@ -140,9 +144,10 @@ def compile_samplers(
     optional: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> CompiledSamplers:
-    """Compile the named schedulers of a checkpoint for all step counts and image-to-image starts, and write them to `path`.
+    """Compile the named schedulers for all step counts and image-to-image starts, and write them to `path`.
 
-    A scheduler of `names` that cannot be a table is a SamplerError; one of `optional` is left out and reported.
+    `config` is the checkpoint's `scheduler_config.json`. A scheduler of `names` that cannot be a table is a
+    SamplerError; one of `optional` is left out and reported.
     """
     call = call or StableDiffusionCall()
     steps = tuple(steps)
@@ -151,7 +156,8 @@ def compile_samplers(
     pages, reports, refused = [], [], {}
     for name in dict.fromkeys([*names, *optional]):
         try:
-            page, report = compile_sampler(make_scheduler(config, name, call), name, call, steps=steps, progress=progress)
+            scheduler = make_scheduler(config, name, call)
+            page, report = compile_sampler(scheduler, name, call, steps=steps, progress=progress)
         except SamplerError as error:
             if name in names:
                 raise
@@ -159,7 +165,8 @@ def compile_samplers(
             continue
         pages.append(page)
         reports.append(report)
-    write_book(path, pages)
+    versions = {library: importlib.import_module(library).__version__ for library in ("diffusers", "torch")}
+    write_book(path, pages, versions)
     return CompiledSamplers(path, path.stat().st_size, tuple(reports), refused)
 
 
@@ -171,11 +178,11 @@ def compile_sampler(
     kind = type(scheduler).__name__
     where = f"scheduler {name} ({kind})"
     if kind in REFUSED:
-        raise SamplerError(f"{name}: {kind} cannot be compiled: {REFUSED[kind]}", where=where, hint="choose another scheduler")
+        raise SamplerError(f"{name}: {kind} cannot be compiled: {REFUSED[kind]}", where=where, hint=ANOTHER)
     say = progress or (lambda _name, _done, _total: None)
     refused_steps: dict[int, str] = {}
     runs: dict[int, tuple[Prober, Run]] = {}
-    with Stage(scheduler) as stage:
+    with _quiet(), Stage(scheduler) as stage:
         for count in steps:
             try:
                 prober = Prober(stage, call, count)
@@ -184,7 +191,9 @@ def compile_sampler(
                 refused_steps[count] = str(error)
             say(name, len(runs) + len(refused_steps), 2 * len(steps))
         if not runs:
-            raise SamplerError(f"{name}: {kind} runs at no step count: {next(iter(refused_steps.values()))}", where=where)
+            raise SamplerError(
+                f"{name}: {kind} runs at no step count: {next(iter(refused_steps.values()))}", where=where
+            )
         window = _window(name, [run for _, run in runs.values()])
         pages = SamplerPages(name, kind, _identity(scheduler, call), window, refused_steps)
         for done, (count, (prober, full)) in enumerate(runs.items()):
@@ -193,12 +202,20 @@ def compile_sampler(
                 pages.add(count, start, prober.run(start, window, full))
             say(name, len(steps) + done + 1, 2 * len(steps))
     if pages.residual > RESIDUAL:
-        raise SamplerError(f"{name}: {kind} looks back further from an image-to-image start than {window} entries", where=where)
-    pages.affinity = check_affinity(scheduler, call, pages)
-    report = SamplerReport(
-        name, kind, window, pages.residual, pages.affinity, tuple(runs), refused_steps, pages.stored_rows, time.perf_counter() - began
+        raise SamplerError(f"{name}: {kind} looks back over more than {window} entries from a start", where=where)
+    with _quiet():
+        pages.affinity = check_affinity(scheduler, call, pages)
+    return pages, SamplerReport(
+        name=name,
+        class_name=kind,
+        window=window,
+        residual=pages.residual,
+        affinity=pages.affinity,
+        steps=tuple(runs),
+        refused_steps=refused_steps,
+        rows=pages.stored_rows,
+        seconds=time.perf_counter() - began,
     )
-    return pages, report
 
 
 def _window(name: str, runs: Sequence[Run]) -> int:
@@ -208,8 +225,21 @@ def _window(name: str, runs: Sequence[Run]) -> int:
         while run.coefficients(window)[1] > RESIDUAL:
             window += 1
             if window > MAX_WINDOW:
-                raise SamplerError(f"{name}: needs a window of more than {MAX_WINDOW} entries", hint="choose another scheduler")
+                raise SamplerError(f"{name}: needs a window of more than {MAX_WINDOW} entries", hint=ANOTHER)
     return window
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep diffusers' advice about configs to itself: it would come once a step count."""
+    logger = logging.getLogger("diffusers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _from_config(class_name: str, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
@@ -217,11 +247,11 @@ def _from_config(class_name: str, config: Mapping[str, Any], overrides: Mapping[
     scheduler_class = getattr(diffusers, class_name, None) if class_name in diffusers.__all__ else None
     where = f"scheduler class {class_name or '(none given)'}"
     if not isinstance(scheduler_class, type) or not hasattr(scheduler_class, "set_timesteps"):
-        raise SamplerError("diffusers has no such scheduler", where=where, hint="the checkpoint's scheduler_config.json names it")
+        raise SamplerError("diffusers has no such scheduler", where=where, hint="scheduler_config.json names the class")
     if class_name in REFUSED:
-        raise SamplerError(f"{class_name} cannot be compiled: {REFUSED[class_name]}", where=where, hint="choose another scheduler")
+        raise SamplerError(f"{class_name} cannot be compiled: {REFUSED[class_name]}", where=where, hint=ANOTHER)
     try:
-        return scheduler_class.from_config(config, **overrides)
+        return scheduler_class.from_config(config, **overrides)  # type: ignore[attr-defined]
     except Exception as error:  # a config that the class refuses, or a library that it wants
         raise SamplerError(f"diffusers refuses this config: {type(error).__name__}: {error}", where=where) from error
 
