@@ -2,11 +2,14 @@
 
 Everything that a step reads lies ready when the loop begins: the window of the latent log, this step's coefficients,
 timestep and scale as rows of arrays for the whole run, conditions and guidance weights. Call i always sees the same
-addresses, so it is bound once and used again by every later request of the same shape.
+addresses, so it is bound once and used again by every later request of the same shape. A noise is drawn by a second
+thread while the network runs, into its slot of the log, which that step does not read.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,10 +38,12 @@ class Start:
     streams: Sequence[TorchStream]
     """One a picture, standing right after its first draw."""
 
-    def draw(self) -> Array:  # [B, C, h, w]
+    def draw(self, out: Array | None = None) -> Array:  # [B, C, h, w]
         """Draw every picture's next noise from its own stream."""
-        one = (1, *self.noise.shape[1:])
-        return np.concatenate([stream.randn(one) for stream in self.streams])
+        out = np.empty_like(self.noise) if out is None else out
+        for image, stream in enumerate(self.streams):
+            out[image] = stream.randn((1, *out.shape[1:]))[0]
+        return out
 
 
 @dataclass(frozen=True)
@@ -90,21 +95,23 @@ class DenoisingLoop:
         self._fixed["guidance"][...] = guidance[:, None]
         self._write_rows(table)
         draws, seconds = table.draws.tolist(), []
-        before = time.perf_counter()
-        for number in range(table.calls):
-            if number == len(self._calls):
-                self._calls.append(self._bind(number))
-            self._calls[number]()
-            if watch:
-                check_finite(log.prediction, f"the denoiser's prediction at step {number + 1} of {table.calls}")
-            if draws[number]:
-                log.noise[...] = start.draw()
-            log.advance()
-            now = time.perf_counter()
-            seconds.append(now - before)
-            before = now
-            if after is not None:
-                after()
+        with ThreadPoolExecutor(1) if table.stochastic else nullcontext() as helper:
+            before = time.perf_counter()
+            for number in range(table.calls):
+                if number == len(self._calls):
+                    self._calls.append(self._bind(number))
+                drawing = helper.submit(start.draw, log.noise) if helper and draws[number] else None
+                self._calls[number]()
+                if watch:
+                    check_finite(log.prediction, f"the denoiser's prediction at step {number + 1} of {table.calls}")
+                if drawing is not None:
+                    drawing.result()
+                log.advance()
+                now = time.perf_counter()
+                seconds.append(now - before)
+                before = now
+                if after is not None:
+                    after()
         return Finished(log.window, self._rows["coefficients"][table.calls], seconds)
 
     def _write_rows(self, table: SamplerTable) -> None:
