@@ -52,6 +52,8 @@ class SamplersSpec:
     """Everything that determines a file of sampler tables."""
 
     schedulers: tuple[str, ...]
+    required: tuple[str, ...]
+    """Those that must be possible; the others are left out where they are not."""
     config: Mapping[str, Any]
     """The checkpoint's scheduler config."""
     pipeline: str
@@ -73,7 +75,7 @@ class Manifest:
     spec: Mapping[str, Any]
     files: Mapping[str, FileFacts]
     inputs: tuple[TensorSpec, ...] = ()
-    """Bindings of an engine, as its backend reads them back."""
+    """Bindings of an engine."""
     outputs: tuple[TensorSpec, ...] = ()
     realised: Mapping[str, Any] = field(default_factory=dict)
     """What the compiler said it made."""
@@ -81,6 +83,17 @@ class Manifest:
     """How long the worker took."""
     peak_memory: int = 0
     """Largest resident size of the worker, in bytes."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """What the making of an artefact told, besides its files; fields as in Manifest."""
+
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
+    realised: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    peak_memory: int = 0
 
 
 def spec_json(spec: Spec | Mapping[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """The prologue's numbers, against numpy in float64."""
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 
 from trtdiff.errors import BuildError
 from trtdiff.passes.sampler_prologue import decoder_prologue, denoiser_prologue
+
+ir = pytest.importorskip("onnx_ir")
 
 DENOISER = """<ir_version: 10, opset_import: ["": 23]>
 denoiser ({t}["batch", 4, "height/8", "width/8"] sample, float["batch"] timestep,
@@ -25,7 +26,7 @@ decoder (float["batch", 4, "height/8", "width/8"] latent) => (float["batch", 4, 
 { image = Tanh (latent) }"""
 
 
-def session(model: ir.Model):
+def session(model):
     import onnx
     import onnxruntime as ort
 

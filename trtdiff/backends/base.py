@@ -70,11 +70,19 @@ class Backend(Protocol):
     """The extra of this package that installs what the backend needs."""
 
     def toolchain(self) -> Toolchain:
-        """Versions and device; raises MissingDependency naming the extra where the library is not installed."""
+        """Versions and device; raises MissingDependency naming the extra where the library is not installed.
+
+        Cheap: it must not import the library.
+        """
+
+    def memory(self, weights: int) -> int:
+        """Estimate the peak bytes of memory that `build` takes for a graph with so many bytes of weights."""
 
     def build(self, graph: Path, profile: ShapeProfile, options: Mapping[str, Any], out: Path) -> Mapping[str, Any]:
         """Compile the ONNX file `graph` into files in the empty folder `out`; runs in a worker process.
 
+        The folder of `graph` holds it and its weights and nothing else; it is scratch on the same file system as `out`,
+        so files may be moved out of it. `profile` has a range for every symbolic dimension of the graph's inputs.
         Returns what the compiler realised (types by layer where it tells), for the manifest. Raises BuildError.
         """
 

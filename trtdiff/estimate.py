@@ -1,0 +1,83 @@
+"""What a build will take, before it begins: the worker's memory, and room on the disk."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trtdiff.backends import backend
+from trtdiff.errors import ArtefactError, BuildError, StorageError
+from trtdiff.machine import available_memory
+from trtdiff.plan import PlannedEngine
+
+_LIBRARIES = 180 << 20
+"""Resident size of the worker once onnx-ir and a runtime are imported (measured: 140 MB)."""
+_GRAPH_FACTOR = 12
+"""Bytes in memory for a byte of ONNX file without weights."""
+_TENSOR_FACTOR = 5
+"""Copies of the largest tensor while it is widened: 2 bytes an element read, 4 computed, 4 written."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that the build of one engine takes."""
+
+    memory: int
+    disk: int
+
+
+def engine_needs(planned: PlannedEngine, export: Path) -> Needs:
+    """Estimate from the sizes of the graph and of the weight files, whose headers are read."""
+    largest, widened = 0, 0
+    for name in planned.component.weights:
+        sizes = _tensor_sizes(export / name)
+        largest = max(largest, *sizes, 0)
+        widened += sum(sizes)
+    graph = (export / planned.component.graph).stat().st_size
+    memory = _LIBRARIES + _GRAPH_FACTOR * graph + _TENSOR_FACTOR * largest // 2
+    return Needs(memory + backend(planned.spec.backend).memory(widened), graph + widened)
+
+
+def check_memory(what: str, needed: int) -> None:
+    """Refuse work that does not fit into the memory that is free now. Raises BuildError with both numbers."""
+    available = available_memory()
+    if needed > available:
+        raise BuildError(f"{what} needs about {size(needed)} of memory, {size(available)} are available",
+                         hint="close other programs, or build on a machine with more")  # fmt: skip
+
+
+def check_disk(folder: Path, needed: int) -> None:
+    """Refuse work whose files do not fit on the disk. Raises StorageError with both numbers."""
+    import shutil
+
+    there = next((place for place in (folder, *folder.absolute().parents) if place.exists()), Path("/"))
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise StorageError(f"the build writes about {size(needed)}, the disk has {size(free)} free", where=str(folder),
+                           hint="free some space, or choose another folder with -o and --store")  # fmt: skip
+
+
+def size(count: int) -> str:
+    """Write a number of bytes as people read it: `3.4 GB`."""
+    value = float(count)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if value < 1000 or unit == "GB":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if value >= 100 or unit == "bytes" else f"{value:.1f} {unit}"
+
+
+def _tensor_sizes(weights: Path) -> Iterable[int]:
+    """Bytes of every tensor of a safetensors file, once it is float32."""
+    try:
+        with weights.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    except (OSError, ValueError, MemoryError) as error:
+        raise ArtefactError(f"not a readable weight file: {error}", where=str(weights), hint="export again") from None
+    widths = {"F16": 2, "BF16": 2, "F8_E4M3": 4, "F8_E5M2": 4}
+    sizes = []
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            begin, end = tensor["data_offsets"]
+            sizes.append((end - begin) * widths.get(tensor["dtype"], 1))
+    return sizes

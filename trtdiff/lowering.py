@@ -1,0 +1,96 @@
+"""What happens in the worker: one component lowered and compiled, or the schedulers compiled into tables.
+
+These functions take and return JSON-like values, since `trtdiff.worker` carries them between processes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtdiff.backends import backend as backend_named
+from trtdiff.bundle import SAMPLERS_FILE
+from trtdiff.errors import BuildError, MissingDependency
+from trtdiff.lowered import write_graph
+from trtdiff.types import DimRange, ShapeProfile
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Progress = Callable[[int, int], None]
+
+PROLOGUES: dict[str, str] = {
+    "denoiser": "trtdiff.passes.sampler_prologue:denoiser_prologue",
+    "vae_decoder": "trtdiff.passes.sampler_prologue:decoder_prologue",
+}
+"""Component → the pass that puts the sampler into it, after the recipe's passes."""
+
+
+def build_engine(
+    *,
+    graph: str,
+    passes: Sequence[str],
+    backend: str,
+    profile: Mapping[str, str],
+    options: Mapping[str, Any],
+    out: str,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Lower an exported graph with `passes` and compile it into `out`/engine; its bindings, and what was realised."""
+    model = _load(Path(graph))
+    for name in passes:
+        named(name)(model)
+    scratch, engine = Path(out, "lowered"), Path(out, "engine")
+    scratch.mkdir()
+    engine.mkdir()
+    written = write_graph(model, scratch, progress=progress)
+    ranges = ShapeProfile({name: DimRange.parse(span) for name, span in profile.items()})
+    realised = backend_named(backend).build(written, ranges, options, engine)
+    for leftover in scratch.iterdir():
+        leftover.unlink()
+    scratch.rmdir()
+    inputs, outputs = ([_spec(value) for value in values] for values in (model.graph.inputs, model.graph.outputs))
+    return {"inputs": inputs, "outputs": outputs, "realised": dict(realised)}
+
+
+def compile_samplers(
+    *, config: Mapping[str, Any], names: Sequence[str], optional: Sequence[str], out: str, progress: Progress
+) -> dict[str, Any]:
+    """Compile schedulers into `out`/samplers.safetensors; the names that are in it, and those refused with reasons."""
+    try:
+        from trtdiff.export import schedulers
+    except ImportError as error:
+        raise MissingDependency(
+            f"compiling schedulers needs {error.name}", hint="pip install 'trtdiff[compile]'"
+        ) from None
+    asked = list(dict.fromkeys([*names, *optional]))
+
+    def tick(name: str, done: int, total: int) -> None:
+        progress(asked.index(name) * total + done, len(asked) * total)
+
+    made = schedulers.compile_samplers(config, names, path=Path(out, SAMPLERS_FILE), optional=optional, progress=tick)
+    refused = dict(made.refused)
+    return {"realised": {"samplers": [name for name in asked if name not in refused], "refused": refused}}
+
+
+def named(place: str) -> Any:
+    """Import `module:function`."""
+    module, _, function = place.partition(":")
+    return getattr(import_module(module), function)
+
+
+def _load(graph: Path) -> "ir.Model":
+    try:
+        import onnx_ir as ir
+    except ImportError:
+        raise MissingDependency("building needs onnx-ir", hint="pip install 'trtdiff[compile]'") from None
+    try:
+        return ir.load(graph)
+    except Exception as error:  # protobuf and onnx-ir raise classes of their own for a damaged file
+        raise BuildError(f"the graph cannot be read: {error}", where=str(graph), hint="export again") from error
+
+
+def _spec(value: "ir.Value") -> dict[str, Any]:
+    dims = [dim if isinstance(dim, int) else str(dim.value) for dim in value.shape or ()]
+    dtype = "" if value.dtype is None else str(value.dtype.numpy())
+    return {"name": value.name, "dtype": dtype, "dims": dims}

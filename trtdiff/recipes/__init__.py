@@ -1,0 +1,17 @@
+"""The precisions trtdiff can build; a new one is one file and one line here."""
+
+from trtdiff.errors import UsageError
+from trtdiff.recipes import fp32
+from trtdiff.recipes.base import PrecisionRecipe
+
+__all__ = ["RECIPES", "PrecisionRecipe", "recipe"]
+
+RECIPES: dict[str, PrecisionRecipe] = {found.name: found for found in (fp32.RECIPE,)}
+"""Name → recipe; the word after `--precision`."""
+
+
+def recipe(name: str) -> PrecisionRecipe:
+    """Give the recipe of that name."""
+    if name not in RECIPES:
+        raise UsageError(f"no precision is called {name!r}", where="--precision", hint=f"known: {', '.join(RECIPES)}")
+    return RECIPES[name]

@@ -1,0 +1,32 @@
+"""What a precision recipe is: the passes that give a canonical graph that precision, and what it promises."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trtdiff.types import Tolerance
+
+
+@dataclass(frozen=True)
+class PrecisionRecipe:
+    """One precision. Everything but `summary` and `tolerance` determines engines, and so is part of their keys."""
+
+    name: str
+    summary: str
+    passes: tuple[str, ...]
+    """`module:function` of each pass, in order; the sampler prologue comes after them."""
+    tolerance: Tolerance
+    """How far results may be from PyTorch's, computed in float32 from the same weights."""
+    calibration: str | None = None
+    """Method of the calibration it needs."""
+    kept_high: tuple[str, ...] = ()
+    """Modules of the checkpoint, as patterns, that stay in the higher precision."""
+
+    def content(self) -> Mapping[str, Any]:
+        """Give what determines engines."""
+        return {
+            "name": self.name,
+            "passes": self.passes,
+            "calibration": self.calibration,
+            "kept_high": self.kept_high,
+        }
