@@ -47,8 +47,17 @@ class Picture:
 class Execution:
     """The work of one request: its clock, its table, and what it has made so far."""
 
-    def __init__(self, engines: Engines, request: Request, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        request: Request,
+        progress: Progress | None = None,
+        *,
+        watcher: Callable[[Array], None] | None = None,
+    ) -> None:
+        """`watcher` is given every call's latent [B, C, h, w], as a view that later calls overwrite."""
         self._engines, self._request = engines, request
+        self._watcher = watcher
         self._table = engines.book.table(request.scheduler, request.steps, request.start)
         engine_slots = engines.manifest.window
         self._slots = engine_slots or 1 if request.loop == "host" else slots_of(engine_slots, self._table)
@@ -195,8 +204,10 @@ class Execution:
 
     # --- what stands around it
 
-    def _stepped(self) -> None:
+    def _stepped(self, latent: Array | None = None) -> None:
         self._done += 1
+        if self._watcher is not None and latent is not None:
+            self._watcher(latent)
         if self._progress is not None:
             self._progress(self._done, self._calls)
 

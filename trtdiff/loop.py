@@ -82,11 +82,12 @@ class DenoisingLoop:
         guidance: Array,  # [G]
         *,
         watch: bool = False,
-        after: Callable[[], None] | None = None,
+        after: Callable[[Array], None] | None = None,
     ) -> Finished:
         """Run one batch; the window it returns is valid until the next run.
 
-        `watch` looks at every prediction and raises NonFiniteError at the first that is not finite.
+        `watch` looks at every prediction and raises NonFiniteError at the first that is not finite. `after` is given
+        the latent [B, C, h, w] that a call's prediction belongs to, as a view that the next calls overwrite.
         """
         log = self._log
         log.start(start.noise, start.clean)
@@ -111,7 +112,7 @@ class DenoisingLoop:
                 seconds.append(now - before)
                 before = now
                 if after is not None:
-                    after()
+                    after(log.window[-ENTRY])
         return Finished(log.window, self._rows["coefficients"][table.calls], seconds)
 
     def _write_rows(self, table: SamplerTable) -> None:
