@@ -15,6 +15,8 @@ from trtdiff.families.base import ModelFacts
 from trtdiff.types import TensorSpec
 
 EXPORT_SCHEMA = 1
+EXPORT_FILE = "export.json"
+"""The manifest's name in an export folder."""
 
 
 @dataclass(frozen=True)
@@ -66,3 +68,6 @@ class ExportManifest:
     checks: Mapping[str, Any]
     """What the export verified: shapes and relative L2 error by component, or why not."""
     versions: Mapping[str, str]
+    """Versions of the libraries that made the graphs: what a new export would have to be compared with."""
+    dtype: str = "stored"
+    """Type in which weights lie in the export: as the checkpoint stores them, or the one that was asked for."""

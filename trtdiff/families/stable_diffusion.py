@@ -125,6 +125,13 @@ def _tokens(tokenizer: Config, positions: int) -> TokenFacts:
 
 # --- the modules that are traced: tensors in, tensors out ------------------------------------------------------------
 
+ALWAYS_PASS_SIZES = 30
+"""diffusers' UNet hands explicit sizes to its upsamplers where a latent side is no multiple of 2 ** num_upsamplers.
+
+None is a multiple of 2 ** 30, so with this number it always does: one graph for every size. Where the sizes would not
+have been needed they are twice the level's own, which is what upsampling does by itself.
+"""
+
 
 def _text_encoder(config: Config) -> "torch.nn.Module":
     import torch
@@ -149,6 +156,7 @@ def _denoiser(config: Config) -> "torch.nn.Module":
         def __init__(self) -> None:
             super().__init__()
             self.unet = UNet2DConditionModel.from_config(dict(config))
+            self.unet.num_upsamplers = ALWAYS_PASS_SIZES
 
         def forward(self, sample: torch.Tensor, timestep: torch.Tensor, encoder_hidden_states: torch.Tensor) -> Any:
             return self.unet(sample, timestep, encoder_hidden_states, return_dict=False)[0]

@@ -1,0 +1,251 @@
+"""`export_checkpoint`: a checkpoint becomes a folder of graphs that refer to its weights.
+
+    for each folder of the checkpoint:  trace its components → canonical graphs → place the weights they need, once
+                                        → write the graphs, verify the files → compare with PyTorch
+    tokenizers, configs, manifest → the folder takes its place
+
+`export_component` does the same for one component that no family describes.
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from trtdiff import __version__
+from trtdiff.checkpoint import Checkpoint
+from trtdiff.digest import file_digest
+from trtdiff.errors import CheckpointError, UsageError
+from trtdiff.export.folder import current, library_versions, require_replaceable, whole_folder
+from trtdiff.export.manifest import EXPORT_FILE, EXPORT_SCHEMA, ExportedComponent, ExportManifest
+from trtdiff.export.safetensors_index import TensorRef
+from trtdiff.export.weights import place_weights, placement_bytes
+from trtdiff.families import family_of_pipeline
+from trtdiff.families.base import ComponentSpec, Config, ModelFamily
+from trtdiff.records import write_record
+from trtdiff.types import names
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from trtdiff.export.check import CheckPoint
+
+
+class Reporter(Protocol):
+    """Hears how far the export is."""
+
+    def stage(self, text: str, total: int | None = None) -> None:
+        """Say that a stage begins, of so many bytes if it has any."""
+
+    def advance(self, nbytes: int) -> None:
+        """Say that so many more bytes of the stage are done."""
+
+
+class Silence:
+    """A reporter for programs."""
+
+    def stage(self, text: str, total: int | None = None) -> None:
+        """Say nothing."""
+
+    def advance(self, nbytes: int) -> None:
+        """Say nothing."""
+
+
+@dataclass(frozen=True)
+class ComponentReport:
+    """What exporting one component took and gave, for people."""
+
+    nodes: int
+    graph_bytes: int
+    weight_bytes: int
+    seconds: float
+    checks: "tuple[CheckPoint, ...]"
+
+
+@dataclass(frozen=True)
+class Export:
+    """An export folder, and how it came to be."""
+
+    folder: Path
+    manifest: ExportManifest
+    reports: Mapping[str, ComponentReport] = field(default_factory=dict)
+    up_to_date: bool = False
+    """Whether the folder was there already, and nothing had to be done."""
+    reason: str = ""
+    """Why an export that was there was made again."""
+
+
+def export_checkpoint(
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    dtype: str = "stored",
+    components: Sequence[str] | None = None,
+    check: bool = True,
+    force: bool = False,
+    reporter: Reporter | None = None,
+) -> Export:
+    """Export a checkpoint into `out`, which appears whole or stays as it was.
+
+    `dtype` is the type in which weights are stored; graphs compute in float32 whatever it is. `components` leaves
+    others out. An export that is there and is just what would be made is given back; `force` makes it anew.
+
+    Raises UsageError for components that there are not and a folder that is not an export; CheckpointError for weights
+    that do not fit; ExportError for what cannot be traced or breaks its contract; StorageError for a full disk.
+    """
+    reporter = reporter or Silence()
+    family = family_of_pipeline(checkpoint.pipeline, where=f"{checkpoint.path / 'model_index.json'}: _class_name")
+    specs = _chosen(_described(family, checkpoint), components)
+    require_replaceable(out)
+    reporter.stage("reading the checkpoint's digest")
+    origin = checkpoint.origin(progress=reporter.advance)
+    wanted = tuple(spec.name for spec in specs)
+    there, reason = current(out, origin, dtype=dtype, components=wanted, checked=check)
+    if there is not None and not force:
+        return Export(out, there, up_to_date=True)
+    exported: dict[str, ExportedComponent] = {}
+    reports: dict[str, ComponentReport] = {}
+    with whole_folder(out) as folder:
+        for group in _by_folder(specs):
+            source = group[0].folder
+            for spec, component, report in export_components(
+                group, checkpoint.configs[source], checkpoint.tensors(source), folder,
+                dtype=dtype, check=check, reporter=reporter,
+            ):  # fmt: skip
+                exported[spec.name], reports[spec.name] = component, report
+        facts = family.facts(checkpoint.configs)
+        tokenizers = {name: f"tokenizers/{name}.json" for name in facts.tokens}
+        for name, file in tokenizers.items():
+            (folder / file).parent.mkdir(exist_ok=True)
+            (folder / file).write_bytes(checkpoint.tokenizer_json(name))
+        manifest = ExportManifest(
+            schema=EXPORT_SCHEMA,
+            trtdiff=__version__,
+            name=out.name,
+            family=family.name,
+            checkpoint=origin,
+            facts=facts,
+            components=tuple(exported[name] for name in wanted),
+            tokenizers=tokenizers,
+            tokenizer_sha256={name: file_digest(folder / file) for name, file in tokenizers.items()},
+            scheduler=checkpoint.configs.get("scheduler", {}),
+            configs=dict(checkpoint.configs),
+            checks={name: [asdict(point) for point in report.checks] for name, report in reports.items() if check},
+            versions=library_versions(),
+            dtype=dtype,
+        )
+        write_record(folder / EXPORT_FILE, manifest)
+    return Export(out, manifest, reports, reason=reason)
+
+
+def export_components(
+    specs: Sequence[ComponentSpec],
+    config: Config,
+    tensors: Mapping[str, TensorRef],
+    out: Path,
+    *,
+    dtype: str = "stored",
+    check: bool = True,
+    reporter: Reporter | None = None,
+) -> Iterable[tuple[ComponentSpec, ExportedComponent, ComponentReport]]:
+    """Export components that share one folder's config and weights into `out`; one placement serves them all."""
+    from trtdiff.export.graph import canonical_graph, needed_weights
+    from trtdiff.export.trace import trace
+
+    reporter = reporter or Silence()
+    models: list[ir.Model] = []
+    seconds: list[float] = []
+    for spec in specs:
+        began = time.monotonic()
+        reporter.stage(f"{spec.name}: tracing")
+        models.append(trace(spec, config))
+        canonical_graph(models[-1], spec)
+        seconds.append(time.monotonic() - began)
+    needs = [needed_weights(model) for model in models]
+    union = {name: shape for need in needs for name, shape in need.items()}
+    if check:
+        _require_memory(specs, needs)
+    stem = specs[0].folder
+    reporter.stage(f"{stem}: placing weights", placement_bytes(tensors, union, dtype))
+    places = place_weights(tensors, union, out, stem, dtype=dtype, progress=reporter.advance)
+    for spec, need, spent in zip(specs, needs, seconds, strict=True):
+        began = time.monotonic()
+        used = {name: places[name] for name in need}
+        component, nodes = _write(models.pop(0), spec, used, out, reporter)
+        checks: tuple[CheckPoint, ...] = ()
+        if check:
+            from trtdiff.export.check import check_graph
+
+            reporter.stage(f"{spec.name}: comparing with PyTorch")
+            checks = check_graph(out / component.graph, spec, config, used)
+        yield spec, component, ComponentReport(
+            nodes,
+            (out / component.graph).stat().st_size,
+            sum(ref.nbytes for ref in used.values()),
+            spent + time.monotonic() - began,
+            checks,
+        )
+
+
+def _write(
+    model: "ir.Model", spec: ComponentSpec, places: Mapping[str, TensorRef], out: Path, reporter: Reporter
+) -> tuple[ExportedComponent, int]:
+    from trtdiff.export.contract import verify_graph
+    from trtdiff.export.graph import refer_to_weights, write_graph
+
+    reporter.stage(f"{spec.name}: writing and verifying the graph")
+    refer_to_weights(model, places, out)
+    path = out / f"{spec.name}.onnx"
+    write_graph(model, path)
+    verify_graph(path, spec)
+    files = sorted({ref.file for ref in places.values()})
+    component = ExportedComponent(
+        name=spec.name,
+        folder=spec.folder,
+        graph=path.name,
+        graph_sha256=file_digest(path),
+        weights={file.relative_to(out).as_posix(): file_digest(file) for file in files},
+        inputs=spec.inputs,
+        outputs=spec.outputs,
+    )
+    return component, len(model.graph)
+
+
+def _require_memory(specs: Sequence[ComponentSpec], needs: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
+    import math
+
+    from trtdiff.export.check import require_memory
+
+    require_memory(
+        {s.name: sum(math.prod(shape) for shape in need.values()) for s, need in zip(specs, needs, strict=True)}
+    )
+
+
+def _described(family: ModelFamily, checkpoint: Checkpoint) -> tuple[ComponentSpec, ...]:
+    try:
+        return family.components(checkpoint.configs)
+    except KeyError as error:
+        raise CheckpointError(
+            f"the checkpoint's configs lack {error}", where=str(checkpoint.path),
+            hint=f"a {family.name} checkpoint is expected"
+        ) from None  # fmt: skip
+
+
+def _chosen(specs: tuple[ComponentSpec, ...], components: Sequence[str] | None) -> tuple[ComponentSpec, ...]:
+    if components is None:
+        return specs
+    known = [spec.name for spec in specs]
+    if unknown := [name for name in components if name not in known]:
+        raise UsageError(f"no component is called {names(unknown)}", where="--components",
+                         hint=f"this checkpoint has {', '.join(known)}")  # fmt: skip
+    return tuple(spec for spec in specs if spec.name in components)
+
+
+def _by_folder(specs: Iterable[ComponentSpec]) -> list[list[ComponentSpec]]:
+    groups: dict[str, list[ComponentSpec]] = {}
+    for spec in specs:
+        groups.setdefault(spec.folder, []).append(spec)
+    return list(groups.values())
+
+

@@ -1,0 +1,194 @@
+"""Trace a component without its weights: fake parameters in, an ONNX graph with named, empty initializers out.
+
+1. The module is built with `torch.empty` making *fake* tensors (shape and type, no bytes), so parameters cost nothing,
+   whereas whatever a module computes for itself (position ids, masks) is computed for real and has its true values.
+2. `torch.export` traces it at one size, with every symbolic dimension of the contract dynamic.
+3. `torch.onnx` translates the program, operator by operator, at opset 23. Its decompositions are left out, since they
+   trace the whole program twice more: every operator of these models has a translation, its own or one of
+   `_translations`. Where one has none, or writes into its input, the decompositions run after all.
+"""
+
+import logging
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from trtdiff.errors import ExportError, MissingDependency
+from trtdiff.export.unfilled import build_unfilled, reason, unfilled_names
+from trtdiff.families.base import ComponentSpec, Config
+from trtdiff.types import names
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+    import torch
+
+OPSET = 23
+TRACED_AT = {"batch": 2, "height": 11, "width": 13, "tokens": 7}
+"""Sizes of the trace, in units of a dimension's divisor: unlike each other, and odd, so that no coincidence hides."""
+
+
+def sizes_of(spec: ComponentSpec, units: Mapping[str, int]) -> dict[str, int]:
+    """Give every symbolic dimension of a component a size: so many units of its divisor (`height/8`: 8)."""
+    divisors: dict[str, int] = {}
+    for tensor in (*spec.inputs, *spec.outputs):
+        for dim in tensor.dims:
+            if isinstance(dim, str):
+                name, _, divisor = dim.partition("/")
+                divisors[name] = math.lcm(divisors.get(name, 1), int(divisor or 1))
+    return {name: units[name] * divisor for name, divisor in divisors.items()}
+
+
+def trace(spec: ComponentSpec, config: Config) -> "ir.Model":
+    """Give the graph of a component, its initializers named as in the built module; weights have no value yet.
+
+    Raises ExportError naming the component and the PyTorch module where it failed.
+    """
+    _require_compile_extra()
+    import torch
+
+    fake = fake_mode()
+    with _quiet():
+        module = build_unfilled(spec, config, fake)
+        sizes = sizes_of(spec, TRACED_AT)
+        with fake:
+            example = tuple(torch.zeros(t.shape(sizes), dtype=getattr(torch, t.dtype)) for t in spec.inputs)
+        automatic = torch.export.Dim.AUTO
+        dynamic = tuple({i: automatic for i, dim in enumerate(t.dims) if isinstance(dim, str)} for t in spec.inputs)
+        try:
+            with torch.no_grad():
+                program = torch.export.export(module, example, dynamic_shapes=dynamic, strict=False)
+        except Exception as error:  # torch raises whatever the model's own code does under tracing
+            raise ExportError(
+                f"{spec.name} cannot be traced: {reason(error)}", where=_failing_module(error, module, spec)
+            ) from error
+        model = _translate(program, spec)
+    weights = unfilled_names(module)
+    for name, value in model.graph.initializers.items():
+        if name in weights:
+            value.const_value = None  # known by name, shape and type alone: nothing can fold it
+    return model
+
+
+def fake_mode() -> Any:
+    """Give a mode whose tensors have symbolic sizes and no bytes."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def _require_compile_extra() -> None:
+    try:
+        import diffusers  # noqa: F401
+        import onnx_ir  # noqa: F401
+        import onnxscript  # noqa: F401
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise MissingDependency(
+            f"export needs the extra `compile`: {error.name or error} is not installed",
+            hint="pip install 'trtdiff[compile]'",
+        ) from None
+
+
+# --- translation -----------------------------------------------------------------------------------------------------
+
+
+def _translate(program: Any, spec: ComponentSpec) -> "ir.Model":
+    import torch
+
+    def to_onnx() -> "ir.Model":
+        made: Any = torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=OPSET,
+            optimize=False,
+            verbose=False,
+            custom_translation_table=_translations(),
+            input_names=[tensor.name for tensor in spec.inputs],
+            output_names=[tensor.name for tensor in spec.outputs],
+        )
+        model: ir.Model = made.model
+        return model
+
+    try:
+        if _functional(program):
+            program.run_decompositions = lambda *_: program  # already what the translation takes
+            try:
+                return to_onnx()
+            except Exception as error:  # the exporter's errors are private classes
+                if "No ONNX function found" not in str(error):
+                    raise
+            del program.run_decompositions
+        return to_onnx()
+    except Exception as error:  # the exporter's errors are private classes
+        raise ExportError(
+            f"{spec.name} cannot be translated to ONNX: {reason(error)}", where=_module_of_node(error, program, spec)
+        ) from error
+
+
+def _functional(program: Any) -> bool:
+    """Whether no operator writes into its input."""
+    return not any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in program.graph.nodes)
+
+
+def _translations() -> dict[Any, Any]:
+    """Translations of operators that torch.onnx otherwise takes apart by decomposition."""
+    import torch
+    from onnxscript import opset23 as op
+
+    def to_dtype(x: Any, dtype: int, non_blocking: bool = False, copy: bool = False, memory_format: Any = None) -> Any:  # noqa: ARG001, FBT001, FBT002
+        return op.Cast(x, to=dtype)
+
+    def dropout(x: Any, p: float, train: bool) -> Any:  # noqa: ARG001, FBT001
+        return op.Identity(x)
+
+    aten = torch.ops.aten
+    return {aten.to.dtype: to_dtype, aten.dropout.default: dropout}
+
+
+# --- saying what went wrong ------------------------------------------------------------------------------------------
+
+
+def _failing_module(error: BaseException, module: "torch.nn.Module", spec: ComponentSpec) -> str:
+    """Name the innermost PyTorch module whose code was running."""
+    import torch
+
+    paths = {id(part): path for path, part in module.named_modules()}
+    found, frames = "", error.__traceback__
+    while frames is not None:
+        running = frames.tb_frame.f_locals.get("self")
+        if isinstance(running, torch.nn.Module) and paths.get(id(running)):
+            found = f"{paths[id(running)]} ({type(running).__name__})"
+        frames = frames.tb_next
+    return f"{spec.name}, module {found}" if found else spec.name
+
+
+def _module_of_node(error: BaseException, program: Any, spec: ComponentSpec) -> str:
+    """Name the PyTorch module of the operator that has no translation, which the exporter's message names."""
+    text, cause = "", error
+    while cause is not None:
+        text, cause = text + str(cause), cause.__cause__  # type: ignore[assignment]
+    match = re.search(r"node %(\w+)", text)
+    for node in program.graph.nodes:
+        if match is not None and node.name == match[1]:
+            stack = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+            return f"{spec.name}, module {names(stack[-1:])}"
+    return spec.name
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter's chatter (missing torchvision, deprecations) off the terminal."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
