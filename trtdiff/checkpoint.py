@@ -69,6 +69,16 @@ class Checkpoint:
         notes = tuple(_note(path / component, chosen) for component, chosen in weights.items())
         return cls(path, name, commit, pipeline, configs, notes, weights)
 
+    @property
+    def variant(self) -> str | None:
+        """The variant that some component is read from; None where every file is the plain one."""
+        return next((chosen.variant for chosen in self._weights.values() if chosen.variant), None)
+
+    @property
+    def weighted(self) -> tuple[str, ...]:
+        """Components that have weights."""
+        return tuple(self._weights)
+
     def tensors(self, folder: str) -> Mapping[str, TensorRef]:
         """Index a component's weights by their names in the checkpoint, from headers alone.
 

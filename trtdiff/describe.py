@@ -1,4 +1,4 @@
-"""What a file or folder is, in words: checkpoints, exports, graphs, bundles, engines, sampler tables, pictures, receipts.
+"""What a file or folder is, in words: checkpoints, exports, graphs, bundles, engines, samplers, pictures, receipts.
 
 `KINDS` lists them; each recognises its own path and describes it. Nothing here loads weights.
 """
@@ -78,14 +78,16 @@ def _checkpoint(path: Path) -> Description:
     rows = []
     for name, config in checkpoint.configs.items():
         kind = str(config.get("_class_name") or (config.get("architectures") or [""])[0])
-        if not checkpoint.has_weights(name):
+        if name not in checkpoint.weighted:
             rows.append((name, kind, "", "", ""))
             continue
         tensors = checkpoint.tensors(name)
         counts = Counter(ref.dtype for ref in tensors.values())
         parameters = sum(_product(ref.shape) for ref in tensors.values())
         types = ", ".join(f"{count} {dtype}" for dtype, count in counts.most_common())
-        rows.append((name, kind, f"{parameters / 1e6:.1f} M", types, _size(sum(ref.nbytes for ref in tensors.values()))))
+        rows.append(
+            (name, kind, f"{parameters / 1e6:.1f} M", types, _size(sum(ref.nbytes for ref in tensors.values())))
+        )
     facts = {"pipeline": checkpoint.pipeline, "revision": checkpoint.revision, "files": list(checkpoint.notes)}
     columns = ("component", "class", "parameters", "tensors", "size")
     return Description("diffusers checkpoint", str(path), facts, (Table("components", columns, tuple(rows)),))
@@ -120,9 +122,7 @@ def _bundle(path: Path) -> Description:
         for component, key in keys.items():
             made = bundle.engine_manifest(backend, component)
             size = sum(facts.size for facts in made.files.values())
-            rows.append(
-                (backend, component, key[:12], _size(size), f"{made.seconds:.1f} s", _size(made.peak_memory))
-            )
+            rows.append((backend, component, key[:12], _size(size), f"{made.seconds:.1f} s", _size(made.peak_memory)))
     facts = {
         "name": manifest.name,
         "family": manifest.family,
@@ -149,7 +149,9 @@ def _engine(path: Path) -> Description:
     files = tuple((name, _size(file.size), file.sha256[:12]) for name, file in made.files.items())
     bindings = tuple((left, right) for left, right in _pairs(made.inputs, made.outputs))
     parts = tuple(
-        (name, json.dumps(value, ensure_ascii=False)) for name, value in made.spec.items() if isinstance(value, dict | list)
+        (name, json.dumps(value, ensure_ascii=False))
+        for name, value in made.spec.items()
+        if isinstance(value, dict | list)
     )
     tables = (
         Table("files", ("file", "size", "sha256"), files),
@@ -166,7 +168,7 @@ def _graph(path: Path) -> Description:
         raise MissingDependency("reading a graph needs onnx", hint="pip install 'trtdiff[compile]'") from None
     try:
         model = onnx.load(path, load_external_data=False)
-    except Exception as error:  # protobuf raises its own kinds
+    except Exception as error:  # noqa: BLE001 - protobuf raises its own kinds
         raise ArtefactError(f"{path.name} is not a readable ONNX file: {error}", where=str(path)) from None
     graph = model.graph
     modules = Counter(_module(node) for node in graph.node)
@@ -175,12 +177,13 @@ def _graph(path: Path) -> Description:
         entry.value for tensor in graph.initializer for entry in tensor.external_data if entry.key == "location"
     }
     types = Counter(onnx.TensorProto.DataType.Name(tensor.data_type).lower() for tensor in graph.initializer)
+    parameters = sum(_product(tensor.dims) for tensor in graph.initializer)
     facts = {
         "size": _size(path.stat().st_size),
         "opset": ", ".join(f"{item.domain or 'ai.onnx'} {item.version}" for item in model.opset_import),
         "made by": f"{model.producer_name} {model.producer_version}".strip(),
         "nodes": len(graph.node),
-        "parameters": f"{sum(_product(t.dims) for t in graph.initializer) / 1e6:.1f} M in {len(graph.initializer)} tensors",
+        "parameters": f"{parameters / 1e6:.1f} M in {len(graph.initializer)} tensors",
         "stored as": ", ".join(f"{count} {name}" for name, count in types.most_common()),
         "weights in": sorted(external),
     }
@@ -199,7 +202,7 @@ def _samplers(path: Path) -> Description:
     book = SamplerBook.open(path)
     rows = tuple(
         (info.name, info.class_name, str(info.window), str(len(book.steps(name))))
-        for name, info in ((name, book.info(name)) for name in book.names)
+        for name, info in book.samplers.items()
     )
     table = Table("schedulers", ("name", "class", "window", "step counts"), rows)
     return Description("sampler tables", str(path), {"size": _size(path.stat().st_size)}, (table,))
@@ -228,6 +231,7 @@ def _receipt(path: Path) -> Description:
     from trtdiff.receipt import Receipt
 
     receipt = Receipt.read(path)
+    use = receipt.scheduler
     stages = tuple(
         (name, str(t.count), f"{t.median * 1e3:.2f} ms", f"{t.p95 * 1e3:.2f} ms", f"{t.total:.3f} s")
         for name, t in receipt.stages.items()
@@ -239,7 +243,7 @@ def _receipt(path: Path) -> Description:
         "checkpoint": _origin(receipt.checkpoint),
         "precision": receipt.precision,
         "backend": f"{receipt.backend} {receipt.backend_version} on {receipt.device}",
-        "scheduler": f"{receipt.scheduler.name}, {receipt.scheduler.steps} steps, {receipt.scheduler.calls} model calls",
+        "scheduler": f"{use.name}, {use.steps} steps, {use.calls} model calls",
         "guidance": receipt.guidance,
         "size": f"{receipt.width}x{receipt.height}",
         "seconds": f"{receipt.seconds:.3f}" + (", first run" if receipt.first_run else ""),

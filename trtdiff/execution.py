@@ -73,6 +73,11 @@ class Execution:
         self._progress = progress
         self._began = time.perf_counter()
 
+    @property
+    def batches(self) -> int:
+        """How many batches the pictures are made in."""
+        return len(self._batches)
+
     def pictures(self) -> Iterator[Picture]:
         """Make the pictures, each given out as soon as its batch is done."""
         for batch in self._batches:

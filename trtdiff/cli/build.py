@@ -105,8 +105,12 @@ def _why(survey: "Survey", out: Path, *, force: bool) -> Iterator[str]:
     """Say why there is something to do."""
     if survey.problem:
         yield f"{out}: {survey.problem}"
+    same: dict[tuple[str, str, str], list[str]] = {}
     for path, old, new in survey.changes:
-        yield f"stale: {path}: {_shown(old)} → {_shown(new)}"
+        piece, _, field = path.partition(".")
+        same.setdefault((field or piece, _shown(old), _shown(new)), []).append(piece)
+    for (field, before, now), pieces in same.items():
+        yield f"stale: {field}: {before} → {now} ({', '.join(pieces)})"
     if force:
         yield "--force: everything is made anew"
 

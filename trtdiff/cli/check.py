@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 @click.option("--against", "checkpoint", required=True, metavar="CHECKPOINT", help="The checkpoint: folder or hub id.")
 @click.option("--revision", help="Commit, tag or branch of a hub checkpoint.")
 @click.option("--variant", help="Weight file variant of the checkpoint, such as fp16.")
-@click.option("--shapes", default="min,opt,max", show_default=True, help="Points of the profile to compare components at.")
+@click.option(
+    "--shapes", default="min,opt,max", show_default=True, help="Points of the profile to compare components at."
+)
 @click.option("--prompt", "prompts", multiple=True, help="Prompt of a picture; several are compared in one batch.")
 @click.option("--negative", default="", help="Negative prompt.")
 @click.option("--steps", default=20, show_default=True, help="Steps of the pictures.")
@@ -73,7 +75,9 @@ def check(  # noqa: PLR0917 - click passes what the command line has
             note(f"pictures: {request}")
         work.refuse_beyond_memory(planned)
         tolerance = recipe(work.manifest.precision).tolerance
-        report = work.run(planned, request, tolerance, done=_ticker(len(planned)) if not as_json else lambda _result: None)
+        report = work.run(
+            planned, request, tolerance, done=_ticker(len(planned)) if not as_json else lambda _result: None
+        )
     if as_json:
         click.echo(json.dumps(report.json(), indent=2))
     else:
@@ -89,7 +93,9 @@ def _ticker(components: int) -> Any:
 
     def tick(result: "ParityResult") -> None:
         seen.add(f"{result.name.partition('.')[0]} {result.at}")
-        click.echo(f"\r\x1b[K{min(len(seen), components)} of {components} components, {result.name}", nl=False, err=True)
+        click.echo(
+            f"\r\x1b[K{min(len(seen), components)} of {components} components, {result.name}", nl=False, err=True
+        )
 
     return tick
 

@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from PIL import Image
 
 from trtdiff.checkpoint import Checkpoint
 from trtdiff.engines import Engines
-from trtdiff.errors import ArtefactError, TrtdiffError, UsageError
+from trtdiff.errors import ArtefactError, UsageError
 from trtdiff.families import family
 from trtdiff.families.base import ComponentSpec
 from trtdiff.latent_log import ENTRY
 from trtdiff.machine import available_memory
-from trtdiff.parity.compare import ParityResult, compare_pictures, compare_tensors, compare_trajectories
+from trtdiff.parity.compare import ParityResult
 from trtdiff.parity.components import Case, check_component
-from trtdiff.parity.plan import Cost, cost, flops_per_second
+from trtdiff.parity.pictures import check_pictures
+from trtdiff.parity.plan import Cost, cost
 from trtdiff.parity.reference import PictureRequest, Reference
 from trtdiff.types import Point, Tolerance
 
@@ -32,7 +34,9 @@ def parse_points(text: str) -> tuple[Point, ...]:
     """Read `min,opt,max` or a part of it."""
     asked = [word.strip() for word in text.split(",") if word.strip()]
     if unknown := [word for word in asked if word not in POINTS]:
-        raise UsageError(f"no shape is called {', '.join(unknown)}", where="--shapes", hint=f"known: {', '.join(POINTS)}")
+        raise UsageError(
+            f"no shape is called {', '.join(unknown)}", where="--shapes", hint=f"known: {', '.join(POINTS)}"
+        )
     if not asked:
         raise UsageError("no shape to compare at", where="--shapes", hint=f"known: {', '.join(POINTS)}")
     return tuple(point for point in POINTS if point in asked)
@@ -77,7 +81,11 @@ class Report:
     def json(self) -> dict[str, Any]:
         """Give the report as JSON-like values; a difference that has no number is null."""
         rows = [
-            {**asdict(result), "needed": result.needed if math.isfinite(result.needed) else None, "passed": result.passed}
+            {
+                **asdict(result),
+                "needed": result.needed if math.isfinite(result.needed) else None,
+                "passed": result.passed,
+            }
             for result in self.results
         ]
         return {
@@ -172,7 +180,8 @@ class Check:
         needed = int(largest.peak_bytes * MARGIN) + 2 * self._weights()
         if needed > (there := available_memory()):
             raise UsageError(
-                f"comparing at the {largest.point} shape takes about {needed / 1e9:.1f} GB, {there / 1e9:.1f} GB are available",
+                f"comparing at the {largest.point} shape takes about {needed / 1e9:.1f} GB, "
+                f"{there / 1e9:.1f} GB are available",
                 where=f"{largest.case.spec.name} at {largest.case.at}",
                 hint="leave that shape out (--shapes opt), or build with a smaller profile",
             )
@@ -205,7 +214,9 @@ class Check:
                 return reference.component(spec, feeds)
 
             yield from check_component(item.case, session, module, tolerance.relative_l2)
-        yield from self._pictures(reference, request, tolerance)
+        yield from check_pictures(self.engines, reference, request, tolerance)
+        if any(item.case.spec.name == "vae_encoder" for item in planned):
+            yield from check_pictures(self.engines, reference, request, tolerance, _source(request))
 
     def _vocabulary(self) -> int:
         return min(int(config["vocab_size"]) for config in self.checkpoint.configs.values() if "vocab_size" in config)
@@ -215,3 +226,11 @@ class Check:
         seen = {spec.folder for spec in self.specs()}
         tensors = [ref for folder in seen for ref in self.checkpoint.tensors(folder).values()]
         return sum(4 * int(np.prod(ref.shape)) for ref in tensors)
+
+
+def _source(request: PictureRequest) -> Image.Image:
+    """Draw a picture to start from: smooth colours and an edge."""
+    rows, columns = np.mgrid[0 : request.height, 0 : request.width]
+    red, green = rows * 255 // max(1, request.height - 1), columns * 255 // max(1, request.width - 1)
+    disc = (rows - request.height / 2) ** 2 + (columns - request.width / 2) ** 2 < (request.height / 4) ** 2
+    return Image.fromarray(np.stack([red, green, disc * 200], axis=-1).astype(np.uint8))

@@ -1,7 +1,7 @@
 """Component by component: the same random inputs through an engine and through diffusers' module.
 
-The denoiser's and the VAE decoder's engines begin with the sampler's prologue (latent = Σ coefficients · window) and the
-denoiser's ends with the guidance sum; what these must compute is written out here in numpy, around the bare module.
+The denoiser's and the VAE decoder's engines begin with the sampler's prologue (latent = Σ coefficients · window), and
+the denoiser's ends with the guidance sum; what these must compute is written out here in numpy, around the bare module.
 """
 
 from collections.abc import Callable, Mapping
@@ -63,7 +63,7 @@ def _case(case: Case, engine_inputs: set[str], reference: Module) -> tuple[dict[
     feeds, latent = _prologue(plain.pop(inner), case.sizes["window"], rng)
     if "guidance" not in engine_inputs:
         return feeds, {**reference({inner: latent, **plain}), "latent": latent}
-    return _guided(case, feeds, latent, inner, rng, reference)
+    return _guided(case, feeds, latent, rng, reference)
 
 
 def _prologue(like: Array, slots: int, rng: np.random.Generator) -> tuple[dict[str, Array], Array]:
@@ -76,21 +76,24 @@ def _prologue(like: Array, slots: int, rng: np.random.Generator) -> tuple[dict[s
 
 
 def _guided(
-    case: Case, feeds: dict[str, Array], latent: Array, inner: str, rng: np.random.Generator, reference: Module
+    case: Case, feeds: dict[str, Array], latent: Array, rng: np.random.Generator, reference: Module
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Add what the denoiser's engine takes besides: per-image scale and timestep, branches of conditions, guidance."""
     batch, branches = len(latent), case.sizes["branches"]
     scale = rng.uniform(0.1, 1.0, batch).astype(np.float32)
     timestep = rng.integers(0, TRAINING_STEPS, batch).astype(np.float32)
     conditions = {
-        spec.name: rng.standard_normal((branches, *spec.shape(case.sizes)), np.float32) for spec in case.facts.conditions
+        spec.name: rng.standard_normal((branches, *spec.shape(case.sizes)), np.float32)
+        for spec in case.facts.conditions
     }
-    guidance = np.repeat(np.array([[1 - GUIDANCE], [GUIDANCE]] if branches == 2 else [[1.0]], np.float32), batch, axis=1)
+    guidance = np.repeat(
+        np.array([[1 - GUIDANCE], [GUIDANCE]] if branches == 2 else [[1.0]], np.float32), batch, axis=1
+    )
     model_input = (latent * scale[:, None, None, None]).astype(np.float32)
     prediction = np.zeros_like(latent, np.float64)
     for branch in range(branches):
         own = {name: values[branch] for name, values in conditions.items()}
-        made = reference({inner: model_input, "timestep": timestep, **own})["prediction"]
+        made = reference({"sample": model_input, "timestep": timestep, **own})["prediction"]
         prediction += guidance[branch][:, None, None, None].astype(np.float64) * made
     feeds |= {"scale": scale, "timestep": timestep, "guidance": guidance, **conditions}
     return feeds, {"latent": latent, "prediction": prediction.astype(np.float32)}

@@ -11,6 +11,7 @@ import numpy as np
 
 from trtdiff.checkpoint import Checkpoint
 from trtdiff.errors import CheckpointError, MissingDependency, UsageError
+from trtdiff.export.layout import NOT_COMPILED, read_json
 from trtdiff.families.base import ComponentSpec
 from trtdiff.types import Array
 
@@ -57,16 +58,22 @@ class Reference:
             import diffusers
             import torch
         except ImportError as error:
-            raise MissingDependency(f"comparing with PyTorch needs {error.name}", hint="pip install 'trtdiff[compile]'") from None
+            raise MissingDependency(
+                f"comparing with PyTorch needs {error.name}", hint="pip install 'trtdiff[compile]'"
+            ) from None
         self._checkpoint = checkpoint
+        optional = {name: None for name in NOT_COMPILED if name in read_json(checkpoint.path / "model_index.json")}
         with _quiet():
             try:
-                self._pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(
-                    str(checkpoint.path), torch_dtype=torch.float32, local_files_only=True, **_variant(checkpoint),
-                    **{name: None for name in ("safety_checker", "feature_extractor") if name in checkpoint.parts},
+                load: Any = diffusers.DiffusionPipeline.from_pretrained
+                self._pipeline = load(
+                    str(checkpoint.path), torch_dtype=torch.float32, local_files_only=True, variant=checkpoint.variant,
+                    **optional,
                 )  # fmt: skip
             except (OSError, ValueError, RuntimeError) as error:
-                raise CheckpointError(f"diffusers cannot load the checkpoint: {error}", where=checkpoint.name) from error
+                raise CheckpointError(
+                    f"diffusers cannot load the checkpoint: {error}", where=checkpoint.name
+                ) from error
         self._pipeline.set_progress_bar_config(disable=True)
 
     def component(self, spec: ComponentSpec, feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -123,12 +130,10 @@ class Reference:
         finally:
             self._pipeline.scheduler = own
         if not latents:
-            raise UsageError("the diffusers pipeline took no step", where=str(request), hint="raise --steps or --strength")
+            raise UsageError(
+                "the diffusers pipeline took no step", where=str(request), hint="raise --steps or --strength"
+            )
         return Pictures(np.stack(latents), (made.images * 255).round().astype(np.uint8))
-
-
-def _variant(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {"variant": checkpoint.variant} if checkpoint.variant else {}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,55 @@
+"""Whole runs: the compiled loop against the diffusers pipeline itself, from the same seeds, step by step."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from PIL import Image
+
+from trtdiff.engines import Engines
+from trtdiff.execution import Execution
+from trtdiff.parity.compare import ParityResult, compare_pictures, compare_trajectories
+from trtdiff.parity.reference import PictureRequest, Pictures, Reference
+from trtdiff.request import make_request
+from trtdiff.types import Array, Tolerance
+
+
+def check_pictures(
+    engines: Engines,
+    reference: Reference,
+    request: PictureRequest,
+    tolerance: Tolerance,
+    image: Image.Image | None = None,
+) -> Iterator[ParityResult]:
+    """Compare the latents after every step and the 8-bit pictures; with an image, of image-to-image."""
+    kind = "text to image" if image is None else "image to image"
+    ours, theirs = compiled_pictures(engines, request, image), reference.pictures(request, image)
+    yield compare_trajectories(f"{kind}.latents", str(request), ours.latents, theirs.latents, tolerance.relative_l2)
+    yield compare_pictures(f"{kind}.picture", str(request), ours.pixels, theirs.pixels, tolerance.levels)
+
+
+def compiled_pictures(engines: Engines, request: PictureRequest, image: Image.Image | None = None) -> Pictures:
+    """Run the request on the engines, and keep what diffusers' callback shows: the latent after every step."""
+    seen: list[Array] = []
+    execution = Execution(
+        engines,
+        make_request(
+            engines.manifest,
+            list(request.prompts),
+            negative=[request.negative] * len(request.prompts),
+            steps=request.steps,
+            guidance=request.guidance,
+            seed=request.seed,
+            height=request.height,
+            width=request.width,
+            scheduler=request.scheduler,
+            image=image,
+            strength=None if image is None else request.strength,
+        ),
+        watcher=lambda latent: seen.append(latent.copy()),
+    )
+    pictures = list(execution.pictures())
+    pixels = np.stack([np.asarray(picture.image) for picture in pictures])
+    calls = len(seen) // execution.batches
+    latents = [np.concatenate(seen[call::calls]) for call in range(1, calls)]  # x_0 is where the run starts from
+    latents.append(np.stack([picture.latent for picture in pictures]))
+    return Pictures(np.stack(latents), pixels)
