@@ -5,7 +5,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,11 +107,22 @@ def _export(path: Path) -> Description:
         "family": manifest.family,
         "checkpoint": _origin(manifest.checkpoint),
         "scheduler": manifest.scheduler.get("_class_name"),
-        "checks": manifest.checks,
         "made with": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
     }
-    columns = ("component", "graph", "weights", "inputs", "outputs")
-    return Description("export", str(path), facts, (Table("components", columns, tuple(rows)),))
+    components = Table("components", ("component", "graph", "weights", "inputs", "outputs"), tuple(rows))
+    checks = Table("checked against PyTorch", ("component", "sizes", "relative L2"), tuple(_checks(manifest.checks)))
+    return Description("export", str(path), facts, (components, checks))
+
+
+def _checks(checks: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
+    """Give one row a component and shape; what was not checked says why."""
+    for component, runs in checks.items():
+        for run in runs if isinstance(runs, list) else [runs]:
+            if not isinstance(run, Mapping) or "relative_l2" not in run:
+                yield component, "", str(run)
+                continue
+            sizes = ", ".join(f"{name} {value}" for name, value in run["sizes"].items())
+            yield component, sizes, ", ".join(f"{name} {value:.1e}" for name, value in run["relative_l2"].items())
 
 
 def _bundle(path: Path) -> Description:
