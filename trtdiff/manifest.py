@@ -42,8 +42,8 @@ class EngineSpec:
     """What the engine is compiled for; `cpu` where it does not depend on the kind of CPU."""
     device_details: Mapping[str, str]
     trtdiff: str
-    code: str
-    """sha256 of trtdiff's own passes, recipes and backends: an engine made by other code is another engine."""
+    trtdiff_code: str
+    """sha256 of trtdiff's own passes and backend: an engine made by other code is another engine."""
     key_schema: int = KEY_SCHEMA_VERSION
 
 
@@ -59,7 +59,7 @@ class SamplersSpec:
     pipeline: str
     diffusers: str
     trtdiff: str
-    code: str
+    trtdiff_code: str
     key_schema: int = KEY_SCHEMA_VERSION
 
 
@@ -97,9 +97,14 @@ class Made:
 
 
 def spec_json(spec: Spec | Mapping[str, Any]) -> dict[str, Any]:
-    """Give a spec as plain JSON-like values."""
-    plain: dict[str, Any] = msgspec.to_builtins(spec)
+    """Give a spec as the plain values that its JSON reads back as."""
+    plain: dict[str, Any] = as_json(spec)
     return plain
+
+
+def as_json(value: Any) -> Any:
+    """Give a value as its JSON reads back: dataclasses are mappings, tuples are lists."""
+    return msgspec.json.decode(msgspec.json.encode(value))
 
 
 def key_of(spec: Spec | Mapping[str, Any]) -> str:
@@ -121,5 +126,8 @@ def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, 
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in dict.fromkeys((*old, *new)):
             yield from differences(old.get(name), new.get(name), f"{path}.{name}" if path else str(name))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for place, pair in enumerate(zip(old, new, strict=True)):
+            yield from differences(*pair, f"{path}[{place}]")
     elif type(old) is not type(new) or old != new:
         yield path, old, new

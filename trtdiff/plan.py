@@ -11,15 +11,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 import trtdiff
 from trtdiff.backends import target_backend
 from trtdiff.errors import MissingDependency, UsageError
 from trtdiff.export.manifest import ExportedComponent, ExportManifest
 from trtdiff.families import family
 from trtdiff.lowering import PROLOGUES
-from trtdiff.manifest import EngineSpec, SamplersSpec, key_of, spec_json
+from trtdiff.manifest import EngineSpec, SamplersSpec, as_json, key_of
 from trtdiff.recipes import PrecisionRecipe, recipe
 from trtdiff.types import DimRange, ShapeProfile
 
@@ -92,10 +90,8 @@ class BuildPlan:
             "tokenizers": export.tokenizer_sha256,
             "components": [engine.name for engine in self.engines],
         }
-        engines = {engine.name: spec_json(engine.spec) for engine in self.engines}
-        whole: dict[str, Any] = msgspec.to_builtins(
-            {"bundle": own, **engines, "samplers": spec_json(self.samplers.spec)}
-        )
+        engines = {engine.name: engine.spec for engine in self.engines}
+        whole: dict[str, Any] = as_json({"bundle": own, **engines, "samplers": self.samplers.spec})
         return whole
 
 
@@ -150,7 +146,9 @@ def _engine(
         device=toolchain.device,
         device_details=toolchain.details,
         trtdiff=trtdiff.__version__,
-        code=code_digest([*(place.partition(":")[0] for place in passes), type(backend).__module__, "trtdiff.lowered"]),
+        trtdiff_code=code_digest(
+            [*(place.partition(":")[0] for place in passes), type(backend).__module__, "trtdiff.lowered"]
+        ),
     )
     return PlannedEngine(component, passes, spec)
 
@@ -177,7 +175,7 @@ def _samplers(export: ExportManifest, schedulers: tuple[str, ...] | None) -> Pla
         pipeline=export.checkpoint.pipeline,
         diffusers=diffusers,
         trtdiff=trtdiff.__version__,
-        code=code_digest([*_SAMPLERS_CODE, "trtdiff.sampler_book"]),
+        trtdiff_code=code_digest([*_SAMPLERS_CODE, "trtdiff.sampler_book"]),
     )
     return PlannedSamplers(names, optional, spec)
 
