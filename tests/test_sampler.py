@@ -33,7 +33,8 @@ def make_table(window, calls, *, seed=0, start=None, stochastic=True):
         coefficients[1:, 2::3] = 0
     return SamplerTable(
         name="random", digest="", steps=calls, start=start, coefficients=coefficients,
-        scales=random.uniform(0.1, 1, calls), timesteps=np.arange(calls, 0, -1, dtype=np.float32), draws=draws, residual=0.0,
+        scales=random.uniform(0.1, 1, calls), timesteps=np.arange(calls, 0, -1, dtype=np.float32), draws=draws,
+        residual=0.0,
     )  # fmt: skip
 
 
@@ -302,7 +303,8 @@ def test_an_edited_file_is_an_artefact_error(book_path):
     assert SamplerBook.open(book_path).table("ab2", 4).calls == 4
     for edit in (
         {"drop": "euler/rows"}, {"schema": 2}, {"samplers": [{"name": "ab2"}]}, {"samplers": []}, {"format": 3},
-        {"change": {"ab2/rows": nan}}, {"change": {"ab2/index": far}}, {"change": {"ab2/first": far}}, {"change": {"ab2/draws": np.zeros(3, np.uint8)}},
+        {"change": {"ab2/rows": nan}}, {"change": {"ab2/index": far}}, {"change": {"ab2/first": far}},
+        {"change": {"ab2/draws": np.zeros(3, np.uint8)}},
         {"change": {"ab2/rows": tensors["ab2/rows"].astype(np.float32)}},
     ):  # fmt: skip
         rewrite(**edit)

@@ -5,7 +5,7 @@ A safetensors file. Its metadata says which samplers there are; each has six ten
     <name>/rows       [R, columns] float64  coefficients of x_1, x_2, … on the columns that are ever used; a row that
                                             several starts share stands here once
     <name>/first      [tables, 2] float64   coefficients of x_0 on the clean latent and on the first noise
-    <name>/timesteps  [T] float32           what the model is given, one a call
+    <name>/timesteps  [T] float32           what the model is given, one a call (its embedding rounds to float32 anyway)
     <name>/scales     [T] float64           latent to model input
     <name>/draws      [T] uint8             1 where a noise is drawn
     <name>/index      [tables, 7] int32     steps, start (-1: text to image), calls, first timestep,
@@ -59,6 +59,8 @@ class SamplerInfo:
     """Largest relative difference from diffusers' own loop, measured when compiled."""
     refused: Mapping[str, str]
     """Step counts that the scheduler refuses, each with its reason."""
+    no_image: str
+    """Why there are no tables for image to image, where there are none."""
 
 
 @dataclass
@@ -139,6 +141,8 @@ class SamplerBook:
     def _missing(self, name: str, steps: int, start: int | None) -> UsageError:
         known = self.steps(name)
         refused = self.samplers[name].refused.get(str(steps))
+        if steps in known and self.samplers[name].no_image:
+            return UsageError(f"sampler {name} cannot start from an image ({self.samplers[name].no_image})")
         if steps in known:
             return UsageError(f"{steps} steps cannot start at step {start}", hint=f"starts are 0 … {steps - 1}")
         because = f": the scheduler itself refuses ({refused})" if refused else ""

@@ -39,7 +39,7 @@ def table_error(scheduler: Any, call: ScheduleCall, table: SamplerTable, seed: i
     noise, clean = random.standard_normal(SHAPE), random.standard_normal(SHAPE)
 
     def predict(latent: Any, timestep: Any, index: int) -> Any:
-        return torch.from_numpy(model(latent.numpy(), float(timestep), index))
+        return torch.from_numpy(model(latent.numpy(), float(timestep.float()), index))
 
     def randn_tensor(shape: Any, generator: Any, dtype: Any, **_: Any) -> Any:
         return torch.randn(shape, generator=generator).to(dtype)  # a float32 pipeline's stream, in a float64 loop

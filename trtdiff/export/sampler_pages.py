@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trtdiff.digest import digest
-from trtdiff.errors import SamplerError, StorageError
+from trtdiff.errors import StorageError
 from trtdiff.export.scheduler_rows import SAME, Run
 from trtdiff.sampler_book import FORMAT, SCHEMA, TENSORS, TEXT, SamplerInfo
 from trtdiff.types import Array
@@ -44,6 +44,7 @@ class SamplerPages:
     identity: Mapping[str, Any]
     window: int
     refused: Mapping[int, str]
+    no_image: str = ""
     residual: float = 0.0
     affinity: float = 0.0
     _first: list[tuple[float, float]] = field(default_factory=list)
@@ -95,6 +96,7 @@ class SamplerPages:
             columns=tuple(columns),
             residual=self.residual,
             affinity=self.affinity,
+            no_image=self.no_image,
             refused={str(steps): reason for steps, reason in self.refused.items()},
         )
 
@@ -104,8 +106,6 @@ class SamplerPages:
         arrays = {"timesteps": timesteps, "scales": scales, "draws": draws, "index": np.array(self._index)}
         arrays["first"] = np.array(self._first)
         arrays["rows"] = np.concatenate(self._rows)[:, self.info().columns]
-        if not np.array_equal(timesteps, timesteps.astype(np.float32)):
-            raise SamplerError(f"{self.name}: its timesteps are not float32 numbers")
         return {name: np.ascontiguousarray(arrays[name], dtype) for name, dtype in TENSORS.items()}
 
     def _store(self, rows: Values, timeline: Values) -> None:

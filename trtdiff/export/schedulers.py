@@ -102,6 +102,8 @@ class SamplerReport:
     steps: tuple[int, ...]
     refused_steps: Mapping[int, str]
     """Step counts that the scheduler itself refuses, each with its reason."""
+    no_image: str
+    """Why image to image is impossible, where it is."""
     rows: int
     """Rows stored."""
     seconds: float
@@ -198,8 +200,11 @@ def compile_sampler(
         pages = SamplerPages(name, kind, _identity(scheduler, call), window, refused_steps)
         for done, (count, (prober, full)) in enumerate(runs.items()):
             pages.add(count, None, full)
-            for start in range(count):
-                pages.add(count, start, prober.run(start, window, full))
+            try:
+                for start in range(count):
+                    pages.add(count, start, prober.run(start, window, full))
+            except RefusedSteps as error:
+                pages.no_image = str(error)
             say(name, len(steps) + done + 1, 2 * len(steps))
     if pages.residual > RESIDUAL:
         raise SamplerError(f"{name}: {kind} looks back over more than {window} entries from a start", where=where)
@@ -213,6 +218,7 @@ def compile_sampler(
         affinity=pages.affinity,
         steps=tuple(runs),
         refused_steps=refused_steps,
+        no_image=pages.no_image,
         rows=pages.stored_rows,
         seconds=time.perf_counter() - began,
     )
@@ -243,13 +249,12 @@ def _quiet() -> Iterator[None]:
 
 
 def _from_config(class_name: str, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
-    diffusers = importlib.import_module("diffusers")
-    scheduler_class = getattr(diffusers, class_name, None) if class_name in diffusers.__all__ else None
     where = f"scheduler class {class_name or '(none given)'}"
-    if not isinstance(scheduler_class, type) or not hasattr(scheduler_class, "set_timesteps"):
-        raise SamplerError("diffusers has no such scheduler", where=where, hint="scheduler_config.json names the class")
     if class_name in REFUSED:
         raise SamplerError(f"{class_name} cannot be compiled: {REFUSED[class_name]}", where=where, hint=ANOTHER)
+    scheduler_class = getattr(importlib.import_module("diffusers"), class_name or "-", None)
+    if not isinstance(scheduler_class, type) or not class_name.endswith("Scheduler"):
+        raise SamplerError("diffusers has no such scheduler", where=where, hint="scheduler_config.json names the class")
     try:
         return scheduler_class.from_config(config, **overrides)  # type: ignore[attr-defined]
     except Exception as error:  # a config that the class refuses, or a library that it wants
