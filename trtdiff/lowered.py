@@ -39,7 +39,13 @@ def write_graph(model: "ir.Model", folder: Path, *, progress: Callable[[int, int
     """
     import onnx_ir as ir
 
-    values = [value for value in model.graph.initializers.values() if _bytes(value) > INLINE]
+    values = []
+    for value in model.graph.initializers.values():
+        tensor = _tensor(value)
+        if tensor.nbytes > INLINE:
+            values.append(value)
+        else:
+            value.const_value = ir.Tensor(tensor.numpy().copy(), name=value.name, dtype=tensor.dtype)
     target = folder / WEIGHTS
     if values:
         offsets = _copy_whole(values, target) or _write(values, target, progress)
@@ -131,7 +137,3 @@ def _tensor(value: "ir.Value") -> "ir.TensorProtocol":
     if value.const_value is None:
         raise BuildError("an initializer has no value", where=f"weight {value.name}", hint="export again")
     return value.const_value
-
-
-def _bytes(value: "ir.Value") -> int:
-    return 0 if value.const_value is None else value.const_value.nbytes

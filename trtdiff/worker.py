@@ -149,7 +149,7 @@ def _tail(log: Path) -> str:
 def _typed(fields: Mapping[str, str], what: str) -> TrtdiffError:
     kind = getattr(errors, fields["kind"], None)
     if isinstance(kind, type) and issubclass(kind, TrtdiffError):
-        return kind(fields["message"], where=fields["where"] or what, hint=fields["hint"])
+        return kind(f"{what}: {fields['message']}", where=fields["where"], hint=fields["hint"])
     return BuildError(f"{what}: {fields['kind']}: {fields['message']}", where=fields["where"], hint=fields["hint"])
 
 

@@ -81,7 +81,7 @@ class OnnxRuntime:
         except Exception as error:  # noqa: BLE001 - ONNX Runtime raises its own unrelated classes
             kind, hint = (BuildError, "") if accept_only else (ArtefactError, "build again with --force")
             raise kind(f"ONNX Runtime refuses the engine: {error}", where=str(model), hint=hint) from None
-        return OnnxRuntimeSession(inner, where=engine.parent.name)
+        return OnnxRuntimeSession(inner, where=f"engine {inner.get_modelmeta().graph_name or engine.parent.name}")
 
 
 class OnnxRuntimeSession:
