@@ -1,0 +1,93 @@
+"""Rows of token ids against transformers' own CLIPTokenizer, and what a long prompt loses."""
+
+import json
+import shutil
+
+import pytest
+
+from trtdiff.errors import ArtefactError, UsageError
+from trtdiff.families.base import TokenFacts
+from trtdiff.tokens import Tokenizer, check_text
+
+PROMPTS = [
+    "",
+    " ",
+    "a red cat",
+    "  A   RED\tcat\n\non a  house ",
+    "cat,dog;tree!!! (small:1.2) [large] it's the cats'",
+    "größe naïve Ελλάδα привет 日本語 العربية हिन्दी",
+    "a cat 🐱 with a 👩‍👩‍👧 and 🏳️‍🌈",
+    "control \x00 \x07 \x1b[31m \u200b\u202e \ufeff zero",
+    "e\u0301 \u00e9 \ufb01 \u212b",  # composed, decomposed, ligature, Ångström sign
+    "<|endoftext|> a <|startoftext|> cat",
+    "123 4,567.89 ½ ²",
+    "word " * 40,
+    "x" * 500,
+    "🐱" * 40,
+    "\u00a0nbsp\u3000wide\u2028line",
+]
+
+
+@pytest.fixture(scope="module", params=["<|endoftext|>", "!"])
+def pair(request, tiny_checkpoint, tmp_path_factory):
+    """transformers' tokenizer and ours, from one folder; padded as Stable Diffusion 1 and as 2 do."""
+    from transformers import CLIPTokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer") / "tokenizer"
+    shutil.copytree(tiny_checkpoint / "tokenizer", folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "pad_token": request.param}))
+    theirs = CLIPTokenizer.from_pretrained(folder)
+    assert theirs.pad_token == request.param
+    theirs.backend_tokenizer.save(str(folder / "ours.json"))
+    return theirs, Tokenizer.open(folder / "ours.json", TokenFacts(theirs.model_max_length, request.param))
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: ascii(prompt[:12]))
+def test_rows_are_transformers_rows(pair, prompt):
+    theirs, ours = pair
+    expected = theirs(prompt, padding="max_length", max_length=theirs.model_max_length, truncation=True).input_ids
+    row = ours.encode(prompt)
+    assert row.tolist() == expected
+    assert row.dtype == "int64"
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: ascii(prompt[:12]))
+def test_something_is_cut_exactly_where_transformers_truncates(pair, prompt):
+    theirs, ours = pair
+    assert bool(ours.cut(prompt)) == (len(theirs(prompt).input_ids) > theirs.model_max_length)
+
+
+def test_the_words_that_are_cut_are_named_as_they_stand_in_the_prompt(pair):
+    _, ours = pair  # 16 ids: 14 besides the two special ones, and every word here is one
+    words = "a an the red green blue small large photo picture of on in with Cat dog, HOUSE".split()
+    assert ours.cut(" ".join(words)) == "Cat dog, HOUSE"
+    assert ours.cut(" ".join(words[:14])) == ""
+
+
+def test_a_word_that_is_cut_in_two_counts_as_cut(pair):
+    _, ours = pair
+    assert ours.cut("a an the red green blue small large photo picture of on in xyz end") == "xyz end"
+
+
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(ArtefactError, match=r"cannot read tokenizer\.json"):
+        Tokenizer.open(tmp_path / "tokenizer.json", TokenFacts(16, "!"))
+
+
+def test_a_padding_token_that_does_not_exist_is_named(pair, tmp_path):
+    pair[0].backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ArtefactError, match=r"no token '\[PAD\]'"):
+        Tokenizer.open(tmp_path / "tokenizer.json", TokenFacts(16, "[PAD]"))
+
+
+def test_bytes_that_are_not_utf8_are_refused_with_their_place():
+    text = b"caf\xe9 noir".decode("utf-8", "surrogateescape")  # how Python hands a program such an argument
+    with pytest.raises(UsageError, match=r"the prompt is not UTF-8: .*udce9.* at character 3"):
+        check_text(text, what="the prompt")
+
+
+def test_what_is_not_text_is_refused():
+    with pytest.raises(UsageError, match="prompt 2 is int"):
+        check_text(7, what="prompt 2")
