@@ -247,9 +247,10 @@ def test_a_pickle_becomes_one_safetensors_file_with_ties_views_and_transposes(tm
     torch.save(state, tmp_path / "pytorch_model.bin")
     refs = read_pickle_index(tmp_path / "pytorch_model.bin")
     needed = {name: tuple(ref.shape) for name, ref in refs.items() if name != "unused"}
+    needed["transposed"] = (4, 1, 6)
     placed = place_weights(refs, needed, tmp_path / "out", "text_encoder")
     for name, ref in placed.items():
-        np.testing.assert_array_equal(floats(ref), state[name].detach().float().numpy())
+        np.testing.assert_array_equal(floats(ref), state[name].detach().float().numpy().reshape(needed[name]))
         assert ref.aligned
     assert placed["tied.weight"] == placed["shared.weight"]
     with safe_open(placed["ids"].file, "np") as file:
@@ -268,6 +269,25 @@ def test_pytorchs_format_before_1_6_is_read_too(tmp_path, dtype):
     for name, ref in placed.items():
         expected = state[name].half() if dtype == "float16" else state[name]
         np.testing.assert_array_equal(read(ref), expected.numpy())
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_any_changed_byte_of_a_pickle_is_read_or_refused(tmp_path, legacy):
+    import torch
+
+    path, rng = tmp_path / "pytorch_model.bin", np.random.default_rng(3)
+    state = {"a": torch.randn(3, 4), "b": torch.randn(4, 3).t()}
+    torch.save(state, path, _use_new_zipfile_serialization=not legacy)
+    whole, refused = path.read_bytes(), 0
+    for position, value in zip(rng.integers(0, len(whole), 80), rng.integers(0, 256, 80), strict=True):
+        damaged = bytearray(whole)
+        damaged[position] = value
+        path.write_bytes(damaged)
+        try:
+            read_pickle_index(path)
+        except CheckpointError:
+            refused += 1
+    assert refused > 10
 
 
 # --- names and shapes

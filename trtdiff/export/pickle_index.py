@@ -9,6 +9,7 @@ import math
 import re
 import warnings
 import zipfile
+import zlib
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,7 +30,7 @@ def read_pickle_index(path: Path) -> dict[str, TensorRef]:
     """
     if not path.is_file():
         _refuse(path, "is not a file")
-    if not zipfile.is_zipfile(path):
+    if not _is_archive(path):
         path = _as_archive(path)
     loaded = _load(path, offsets_only=True)
     if not isinstance(loaded, dict):
@@ -43,6 +44,14 @@ def read_pickle_index(path: Path) -> dict[str, TensorRef]:
     if not refs:
         _refuse(path, "holds no tensors")
     return refs
+
+
+def _is_archive(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"PK\x03\x04"
+    except OSError as error:
+        _refuse(path, f"cannot be read: {error.strerror}")
 
 
 def _as_archive(path: Path) -> Path:
@@ -89,16 +98,17 @@ def _load(path: Path, *, offsets_only: bool) -> Any:
 
 
 def _check_archive(path: Path) -> None:
-    """Offsets into a zip archive mean tensors only where its members are stored as they are."""
-    with zipfile.ZipFile(path) as archive:
-        members = archive.infolist()
+    """Offsets into a zip archive mean tensors only where its members are stored as they are, in this byte order."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+            orders = [archive.read(member) for member in members if member.filename.endswith("/byteorder")]
+    except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, zlib.error) as error:
+        _refuse(path, f"is a damaged archive: {error}")
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
         _refuse(path, "is a compressed archive", "load and save it again with torch.save")
-    if any(member.filename.endswith("/byteorder") for member in members):
-        with zipfile.ZipFile(path) as archive:
-            order = next(archive.read(member) for member in members if member.filename.endswith("/byteorder"))
-        if order != b"little":
-            _refuse(path, "was written by a big-endian machine", "load and save it again on this machine")
+    if any(order != b"little" for order in orders):
+        _refuse(path, "was written by a big-endian machine", "load and save it again on this machine")
 
 
 def _tensor(name: str, tensor: Any, path: Path, size: int) -> TensorRef:

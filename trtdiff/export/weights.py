@@ -154,8 +154,8 @@ def _copy(source: Path, target: Path, progress: Progress | None) -> None:
     on the way is noticed by its size and time.
     """
     try:
-        known = file_digest(source)
         before = source.stat()
+        known = file_digest(source)
         with source.open("rb") as reader, whole_file(target) as temporary, temporary.open("wb") as writer:
             copied = _copy_bytes(reader.fileno(), writer.fileno(), before.st_size, progress)
             after = source.stat()
