@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import numpy as np
+
 from trtdiff.digest import file_digest, remember
 from trtdiff.errors import BuildError
 from trtdiff.files import copy_file
@@ -100,8 +102,8 @@ def _pieces(tensor: "ir.TensorProtocol") -> Iterator[bytes | memoryview]:
     if isinstance(tensor, ir.ExternalTensor):
         with Path(tensor.path).open("rb") as file:
             yield from _read(file, tensor.offset or 0, tensor.nbytes)
-    elif hasattr(tensor, "tobytes"):
-        yield tensor.tobytes()
+    else:
+        yield np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data
 
 
 def _read(file: IO[bytes], offset: int, left: int) -> Iterator[bytes]:
@@ -109,7 +111,7 @@ def _read(file: IO[bytes], offset: int, left: int) -> Iterator[bytes]:
     while left:
         piece = file.read(min(left, 1 << 24))
         if not piece:
-            raise BuildError("a weight file is shorter than the graph says", where=file.name, hint="export again")
+            raise _too_short(Path(file.name))
         left -= len(piece)
         yield piece
 
@@ -118,7 +120,7 @@ def _copy_whole(values: list["ir.Value"], target: Path) -> dict[int, int] | None
     """Copy the weight file as it is, where all weights are in one and no pass has touched them; else None."""
     import onnx_ir as ir
 
-    offsets, files, used = {}, set(), 0
+    offsets, files, used, end = {}, set(), 0, 0
     for value in values:
         tensor = _tensor(value)
         if not isinstance(tensor, ir.ExternalTensor):
@@ -126,11 +128,19 @@ def _copy_whole(values: list["ir.Value"], target: Path) -> dict[int, int] | None
         files.add(Path(tensor.path))
         offsets[id(value)] = tensor.offset or 0
         used += tensor.nbytes
+        end = max(end, offsets[id(value)] + tensor.nbytes)
     (source, *others) = files
-    if others or used < _WORTH_WHOLE * source.stat().st_size:
+    size = source.stat().st_size
+    if others or used < _WORTH_WHOLE * size:
         return None
+    if end > size:
+        raise _too_short(source)
     copy_file(source, target, sha256=file_digest(source))
     return offsets
+
+
+def _too_short(file: Path) -> BuildError:
+    return BuildError("a weight file is shorter than the graph says", where=str(file), hint="export again")
 
 
 def _tensor(value: "ir.Value") -> "ir.TensorProtocol":
