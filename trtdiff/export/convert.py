@@ -42,6 +42,8 @@ def write_converted(
     with whole_file(path) as temporary, temporary.open("wb") as out:
         out.write(header)
         position = len(header)
+        if progress is not None:
+            progress(position)
         for name, ref in sorted(placed.items(), key=lambda item: item[1].offset):
             if ref.offset < position or not ref.nbytes:
                 continue  # tied to a tensor that stands there already, or empty
