@@ -136,6 +136,26 @@ def test_images_with_different_tables_share_a_batch():
         np.testing.assert_allclose(final[image], alone[0], rtol=2e-5, atol=2e-5)
 
 
+def test_an_image_may_join_while_the_others_are_under_way():
+    first, late = make_table(2, 30, seed=4, stochastic=False), make_table(3, 12, seed=5, stochastic=False, start=2)
+    noises, clean = np.random.default_rng(1).standard_normal((2, *SHAPE[1:])), np.ones(SHAPE[1:])
+    log = LatentLog(np.empty((slots_for(3), 2, *SHAPE[1:])), 3)
+    log.start(np.stack([noises[0], np.full(SHAPE[1:], 7.0)]))
+    for call in range(30):
+        if call == 15:
+            log.join(1, noises[1], clean)
+        for image, (table, at) in enumerate(((first, call), (late, call - 15))):
+            if 0 <= at < table.calls:
+                row = table.widened(3).coefficients[at]
+                log.latent[image] = np.einsum("k,k...->...", row, log.window[:, image])
+                log.prediction[image] = model(table.scales[at] * log.latent[image], float(table.timesteps[at]), at)
+            elif at == table.calls:
+                result = np.einsum("k,k...->...", table.coefficients[-1], log.window[:, image])
+        log.advance()
+    expected = run_loop(late, model, noises[1:], clean=clean[None])
+    np.testing.assert_allclose(result, expected[0], rtol=1e-12, atol=1e-12)
+
+
 def test_a_batch_can_be_given_a_longer_window_but_not_a_shorter_one():
     table = make_table(2, 5)
     assert stack_tables([table], window=4).window == 4

@@ -93,6 +93,14 @@ class LatentLog:
         if clean is not None:
             self.array[self.width - ENTRY] = clean
 
+    def join(self, image: int, noise: Array, clean: Array | None = None) -> None:
+        """Let one image [C, h, w] begin here, between the others' steps: the newest entry becomes its entry -1."""
+        window = self.window
+        window[-ENTRY:, image] = 0
+        window[-1, image] = noise
+        if clean is not None:
+            window[-ENTRY, image] = clean
+
     def advance(self) -> None:
         """Close the entry: slide the window forward by three slots, or start a new lap at the front."""
         self._at += 1

@@ -48,7 +48,7 @@ class ScheduleCall(ABC):
 
 @dataclass(frozen=True)
 class StableDiffusionCall(ScheduleCall):
-    """Stable Diffusion 1, 2 and XL: StableDiffusionPipeline and StableDiffusionImg2ImgPipeline."""
+    """Stable Diffusion 1 and 2: StableDiffusionPipeline and StableDiffusionImg2ImgPipeline."""
 
     eta: float = 0.0
     """The pipeline's `eta`, passed to every scheduler whose step takes one (DDIM, TCD)."""

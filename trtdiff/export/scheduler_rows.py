@@ -93,10 +93,8 @@ class Prober:
         self.stage, self.call, self.steps = stage, call, steps
         self.scheduler = scheduler = stage.scheduler
         stage.restore()  # set_timesteps may rewrite the config
-        try:
+        with _its_reason():
             call.set_timesteps(scheduler, steps)
-        except Exception as error:  # whatever a scheduler raises is its reason
-            raise RefusedSteps(f"{type(error).__name__}: {error}") from error
         if hasattr(scheduler, "get_lms_coefficient"):  # a numerical integral, the same from every start
             scheduler.get_lms_coefficient = cache(type(scheduler).get_lms_coefficient.__get__(scheduler))
         self._fresh = _copied(vars(scheduler))
@@ -111,18 +109,15 @@ class Prober:
         """
         scheduler, call = self.scheduler, self.call
         self.stage.restore(self._fresh)
-        try:
+        with _its_reason():
             timesteps = call.timesteps(scheduler, self.steps, start)
             run = self._begin(start, timesteps)
-            for index, timestep in enumerate(timesteps):
+        for index, timestep in enumerate(timesteps):
+            with _its_reason():
                 self._step(run, index, timestep)
-                if full is not None and self._agree(run, full, window):
-                    break
-        except (SamplerError, RefusedSteps):
-            raise
-        except Exception as error:
-            raise RefusedSteps(f"{type(error).__name__}: {error}") from error
-        if not np.isfinite([*run.scales, run.clean, run.noise, *np.concatenate(run.rows)]).all():
+            if full is not None and self._agree(run, full, window):
+                break
+        if not (np.isfinite(run.rows).all() and np.isfinite([*run.scales, run.clean, run.noise]).all()):
             raise RefusedSteps("diffusers' own coefficients are not finite")
         return run
 
@@ -164,10 +159,24 @@ class Prober:
                 if len(one) == self.size:
                     one, two = run.shorten(one, call + 1, window)[0], full.shorten(two, call + 1, window)[0]
                 return bool(np.abs(one - two).max(initial=0) <= SAME * max(1, np.abs(two).max(initial=0)))
-            return type(a) is type(b) and bool(a == b)
+            return type(a) is type(b) and bool(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b)
 
         ours, theirs = run.states[-1], full.states[call - 1]
-        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in ours)
+        if ours.keys() != theirs.keys():
+            return False
+        pairs = [(value, theirs[key]) for key, value in ours.items() if value is not theirs[key]]
+        return all(same(*pair) for pair in sorted(pairs, key=lambda pair: hasattr(pair[0], "numpy")))  # tensors last
+
+
+@contextmanager
+def _its_reason() -> Iterator[None]:
+    """Whatever a scheduler raises is the reason why it does not run."""
+    try:
+        yield
+    except (SamplerError, RefusedSteps):
+        raise
+    except Exception as error:
+        raise RefusedSteps(f"{type(error).__name__}: {error}") from error
 
 
 class Stage:

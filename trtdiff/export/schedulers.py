@@ -155,18 +155,27 @@ def compile_samplers(
     steps = tuple(steps)
     if not names or not steps:
         raise UsageError("no scheduler or no step count to compile")
-    pages, reports, refused = [], [], {}
-    for name in dict.fromkeys([*names, *optional]):
+    refused: dict[str, str] = {}
+    wanted = dict.fromkeys(optional, False) | dict.fromkeys(names, True)
+
+    @contextmanager
+    def may_refuse(name: str) -> Iterator[None]:
         try:
-            scheduler = make_scheduler(config, name, call)
-            page, report = compile_sampler(scheduler, name, call, steps=steps, progress=progress)
+            yield
         except SamplerError as error:
-            if name in names:
+            if wanted[name]:
                 raise
             refused[name] = error.message
-            continue
-        pages.append(page)
-        reports.append(report)
+
+    schedulers, pages, reports = {}, [], []
+    for name in dict.fromkeys([*names, *optional]):  # a mistake in any name shows before the work begins
+        with may_refuse(name):
+            schedulers[name] = make_scheduler(config, name, call)
+    for name, scheduler in schedulers.items():
+        with may_refuse(name):
+            page, report = compile_sampler(scheduler, name, call, steps=steps, progress=progress)
+            pages.append(page)
+            reports.append(report)
     versions = {library: importlib.import_module(library).__version__ for library in ("diffusers", "torch")}
     write_book(path, pages, versions)
     return CompiledSamplers(path, path.stat().st_size, tuple(reports), refused)
