@@ -129,10 +129,10 @@ def make_export(folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
-@pytest.fixture
-def toy_export(tmp_path):
-    """An export folder that a test may change."""
-    return make_export(tmp_path / "exports/toy")
+@pytest.fixture(scope="session")
+def export_maker():
+    """`export_maker(folder)` writes a toy export there."""
+    return make_export
 
 
 # --- a whole pipeline, random and tiny, made by the real tools ---------------------------------------------------------
