@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from trtdiff.errors import ExportError, MissingDependency
@@ -81,17 +82,12 @@ def fake_mode() -> Any:
 
 
 def _require_compile_extra() -> None:
-    try:
-        import diffusers  # noqa: F401
-        import onnx_ir  # noqa: F401
-        import onnxscript  # noqa: F401
-        import torch  # noqa: F401
-        import transformers  # noqa: F401
-    except ImportError as error:
+    needed = ("torch", "diffusers", "transformers", "onnx", "onnx_ir", "onnxscript")
+    if missing := [name for name in needed if find_spec(name) is None]:
         raise MissingDependency(
-            f"export needs the extra `compile`: {error.name or error} is not installed",
+            f"export needs the extra `compile`: {names(missing)} cannot be imported",
             hint="pip install 'trtdiff[compile]'",
-        ) from None
+        )
 
 
 # --- translation -----------------------------------------------------------------------------------------------------
