@@ -110,7 +110,7 @@ def _print_plan(planned: Sequence["Planned"]) -> None:
     table = Table("shape", "component", "sizes", "memory", "time, about", title="plan, largest shape first")
     for item in planned:
         memory = f"{item.peak_bytes / 1e9:.2f} GB"
-        table.add_row(item.point, item.case.spec.name, item.case.at, memory, f"{item.flops / rate:.1f} s")
+        table.add_row(item.point, item.case.spec.name, item.case.at, memory, f"{item.flops / rate:.2g} s")
     Console(highlight=False, stderr=True).print(table)
 
 
@@ -122,7 +122,11 @@ def _print_report(report: "Report") -> None:
         click.echo("\r\x1b[K", nl=False, err=True)
     console = Console(highlight=False)
     table = Table("compared", "at", "difference", "tolerance", "verdict", "worst place")
+    before = ""
     for result in report.results:
+        if before and result.name.partition(".")[0] != before:
+            table.add_section()
+        before = result.name.partition(".")[0]
         unit = " levels" if result.metric == "levels" else ""
         shown = "-" if math.isinf(result.needed) else f"{result.needed:.2g}{unit}"
         verdict = "[green]ok[/green]" if result.passed else "[red]FAILED[/red]"

@@ -71,6 +71,8 @@ class Report:
     checkpoint: str
     backend: str
     points: tuple[Point, ...]
+    request: str
+    """What the pictures were made with."""
     results: tuple[ParityResult, ...]
 
     @property
@@ -93,6 +95,7 @@ class Report:
             "checkpoint": self.checkpoint,
             "backend": self.backend,
             "shapes": list(self.points),
+            "pictures": self.request,
             "passed": self.passed,
             "verdict": self.verdict,
             "results": rows,
@@ -202,12 +205,12 @@ class Check:
             done(result)
         points = tuple(point for point in POINTS if any(item.point == point for item in planned))
         backend = self.engines.toolchain.backend
-        return Report(self.manifest.name, self.checkpoint.name, backend, points, tuple(results))
+        return Report(self.manifest.name, self.checkpoint.name, backend, points, str(request), tuple(results))
 
     def _results(
         self, reference: Reference, planned: Sequence[Planned], request: PictureRequest, tolerance: Tolerance
     ) -> Iterator[ParityResult]:
-        for item in reversed(planned):  # small shapes first: what is wrong everywhere shows early
+        for item in sorted(planned, key=lambda item: POINTS.index(item.point)):  # what is wrong everywhere shows early
             session = self.engines.session(item.case.spec.name)
 
             def module(feeds: Mapping[str, Any], spec: ComponentSpec = item.case.spec) -> dict[str, Any]:

@@ -22,9 +22,10 @@ def check_pictures(
 ) -> Iterator[ParityResult]:
     """Compare the latents after every step and the 8-bit pictures; with an image, of image-to-image."""
     kind = "text to image" if image is None else "image to image"
+    at = f"{len(request.prompts)} of {request.height}x{request.width}"
     ours, theirs = compiled_pictures(engines, request, image), reference.pictures(request, image)
-    yield compare_trajectories(f"{kind}.latents", str(request), ours.latents, theirs.latents, tolerance.relative_l2)
-    yield compare_pictures(f"{kind}.picture", str(request), ours.pixels, theirs.pixels, tolerance.levels)
+    yield compare_trajectories(f"{kind}.latents", at, ours.latents, theirs.latents, tolerance.relative_l2)
+    yield compare_pictures(f"{kind}.picture", at, ours.pixels, theirs.pixels, tolerance.levels)
 
 
 def compiled_pictures(engines: Engines, request: PictureRequest, image: Image.Image | None = None) -> Pictures:
@@ -50,6 +51,6 @@ def compiled_pictures(engines: Engines, request: PictureRequest, image: Image.Im
     pictures = list(execution.pictures())
     pixels = np.stack([np.asarray(picture.image) for picture in pictures])
     calls = len(seen) // execution.batches
-    latents = [np.concatenate(seen[call::calls]) for call in range(1, calls)]  # x_0 is where the run starts from
+    latents = [np.concatenate(seen[call::calls])[: len(pictures)] for call in range(1, calls)]  # x_0 is the start
     latents.append(np.stack([picture.latent for picture in pictures]))
     return Pictures(np.stack(latents), pixels)

@@ -1,9 +1,8 @@
 """The other side of every comparison: the checkpoint as diffusers itself loads and runs it, in float32 on the CPU."""
 
 import contextlib
-import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -138,15 +137,20 @@ class Reference:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep diffusers' and transformers' remarks out of our output; their errors still come as exceptions."""
-    loggers: Sequence[logging.Logger] = [logging.getLogger(name) for name in ("diffusers", "transformers")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    """Keep diffusers' and transformers' remarks and bars out of our output; their errors still come as exceptions."""
+    import diffusers
+    import transformers
+
+    libraries = (diffusers.utils.logging, transformers.utils.logging)
+    levels = [library.get_verbosity() for library in libraries]
+    for library in libraries:
+        library.set_verbosity_error()
+        library.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        for library, level in zip(libraries, levels, strict=True):
+            library.set_verbosity(level)
+            library.enable_progress_bar()
