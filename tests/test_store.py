@@ -27,6 +27,7 @@ SPEC = EngineSpec(
     weights={"weights/unet.safetensors": "b" * 64},
     profile={"batch": "1:1:4", "height": "256:512:1024"},
     recipe={"name": "fp32", "passes": ["one", "two"]},
+    passes=("one", "two", "three"),
     options={"level": 3},
     backend="onnxruntime",
     backend_version="1.32.0",
@@ -69,7 +70,15 @@ def names(path):
 @pytest.mark.parametrize("name", [field.name for field in fields(EngineSpec)])
 def test_every_field_of_a_spec_changes_the_key(name):
     old = getattr(SPEC, name)
-    new = {**old, "new": "1"} if isinstance(old, dict) else old + 1 if isinstance(old, int) else old + "x"
+    new = (
+        {**old, "new": "1"}
+        if isinstance(old, dict)
+        else (*old, "x")
+        if isinstance(old, tuple)
+        else old + 1
+        if isinstance(old, int)
+        else old + "x"
+    )
     changed = replace(SPEC, **{name: new})
     assert key_of(changed) != key_of(SPEC)
     assert [path.partition(".")[0] for path, *_ in differences(spec_json(SPEC), spec_json(changed))] == [name]

@@ -34,6 +34,8 @@ class EngineSpec:
     """Symbolic dimension of this component → min:opt:max."""
     recipe: Mapping[str, Any]
     """Content of the precision recipe, its name included."""
+    passes: tuple[str, ...]
+    """Everything that was done to the graph, in order: the recipe's passes, the backend's, the sampler prologue."""
     options: Mapping[str, Any]
     """Builder options of the backend."""
     backend: str

@@ -28,6 +28,7 @@ _PROLOGUE_DIMS = {"denoiser": ("window", "branches"), "vae_decoder": ("window",)
 _SAMPLERS_CODE = tuple(
     f"trtdiff.export.{name}" for name in ("schedulers", "scheduler_rows", "sampler_pages", "affinity", "schedule_call")
 )
+_LOWERING_CODE = ("trtdiff.lowered", "trtdiff.lowering", "trtdiff.passes.derived", "trtdiff.passes.tape")
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def _engine(
     backend = target_backend(target)
     toolchain = backend.toolchain()
     prologue = PROLOGUES.get(component.name)
-    passes = (*chosen.passes, *([prologue] if prologue else []))
+    passes = (*chosen.passes, *backend.passes, *([prologue] if prologue else []))
     symbols = dict.fromkeys(symbol for spec in component.inputs for symbol in spec.symbols)
     dims = [*symbols, *_PROLOGUE_DIMS.get(component.name, ())]
     if unknown := [dim for dim in dims if dim not in ranges]:
@@ -140,6 +141,7 @@ def _engine(
         weights=component.weights,
         profile={dim: str(ranges[dim]) for dim in dims},
         recipe=chosen.content(),
+        passes=passes,
         options={},
         backend=toolchain.backend,
         backend_version=toolchain.version,
@@ -147,7 +149,7 @@ def _engine(
         device_details=toolchain.details,
         trtdiff=trtdiff.__version__,
         trtdiff_code=code_digest(
-            [*(place.partition(":")[0] for place in passes), type(backend).__module__, "trtdiff.lowered"]
+            [*(place.partition(":")[0] for place in passes), type(backend).__module__, *_LOWERING_CODE]
         ),
     )
     return PlannedEngine(component, passes, spec)

@@ -69,6 +69,9 @@ class Backend(Protocol):
     extra: str
     """The extra of this package that installs what the backend needs."""
 
+    passes: tuple[str, ...]
+    """`module:function` of the passes that put a graph into the forms this compiler is best at; after the recipe's."""
+
     def toolchain(self) -> Toolchain:
         """Versions and device; raises MissingDependency naming the extra where the library is not installed.
 

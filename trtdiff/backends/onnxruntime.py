@@ -31,6 +31,7 @@ class OnnxRuntime:
     name = "onnxruntime"
     extra = "cpu"
     device = "cpu"
+    passes = ("trtdiff.passes.transpose_weights:transpose_weights", "trtdiff.passes.cpu_forms:cpu_forms")
 
     def toolchain(self) -> Toolchain:
         """Read the installed version, without importing the library.

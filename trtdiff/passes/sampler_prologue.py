@@ -21,11 +21,10 @@ Slots that were never written must be zero, since 0 · NaN is NaN.
 """
 
 import re
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
-
-import numpy as np
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from trtdiff.errors import BuildError
+from trtdiff.passes.tape import Tape
 from trtdiff.types import Dim
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ def denoiser_prologue(model: "ir.Model", *, form: Sum = "matmul") -> None:
     conditions = list(values.values())
     graph.inputs.clear()
 
-    head = _Tape()
+    head = Tape()
     latent_dims = _dims(sample)[1:]
     window, coefficients, latent = _window(head, latent_dims, form)
     times = _input("timestep", ("batch",))
@@ -72,7 +71,7 @@ def denoiser_prologue(model: "ir.Model", *, form: Sum = "matmul") -> None:
     head.put_first(graph)
     graph.inputs.extend([window, coefficients, times, scale, *fed, guidance])
 
-    tail = _Tape()
+    tail = Tape()
     (rows,) = graph.outputs
     rows.name = "prediction.rows"
     rows = tail.in_float32(rows)
@@ -93,7 +92,7 @@ def decoder_prologue(model: "ir.Model", *, form: Sum = "matmul") -> None:
     inputs = {value.name: value for value in graph.inputs}
     inner = inputs.pop("latent")
     graph.inputs.clear()
-    head = _Tape()
+    head = Tape()
     window, coefficients, latent = _window(head, _dims(inner)[1:], form)
     _feed(head, inner, latent)
     head.put_first(graph)
@@ -104,13 +103,13 @@ def decoder_prologue(model: "ir.Model", *, form: Sum = "matmul") -> None:
 # --- the pieces ------------------------------------------------------------------------------------------------------
 
 
-def _window(tape: "_Tape", dims: tuple[Dim, ...], form: Sum) -> tuple["ir.Value", "ir.Value", "ir.Value"]:
+def _window(tape: Tape, dims: tuple[Dim, ...], form: Sum) -> tuple["ir.Value", "ir.Value", "ir.Value"]:
     window = _input("window", (WINDOW, "batch", *dims))
     coefficients = _input("coefficients", (WINDOW, "batch"))
     return window, coefficients, _weighted_sum(tape, coefficients, window, form, _output("latent", dims))
 
 
-def _weighted_sum(tape: "_Tape", weights: "ir.Value", values: "ir.Value", form: Sum, output: "ir.Value") -> "ir.Value":
+def _weighted_sum(tape: Tape, weights: "ir.Value", values: "ir.Value", form: Sum, output: "ir.Value") -> "ir.Value":
     """Σ_k weights[k, b] · values[k, b, …] → [B, …]."""
     if form == "reduce":
         rank = len(output.shape or ()) + 1
@@ -122,12 +121,12 @@ def _weighted_sum(tape: "_Tape", weights: "ir.Value", values: "ir.Value", form: 
     return tape.op("Reshape", tape.op("MatMul", rows, columns), tape.op("Shape", values, start=1), output=output)
 
 
-def _rows(tape: "_Tape", value: "ir.Value") -> "ir.Value":
+def _rows(tape: Tape, value: "ir.Value") -> "ir.Value":
     """[G, B, …] → [G · B, …]."""
     return tape.op("Reshape", value, tape.op("Concat", tape.ints(-1), tape.op("Shape", value, start=2), axis=0))
 
 
-def _feed(tape: "_Tape", inner: "ir.Value", given: "ir.Value") -> None:
+def _feed(tape: Tape, inner: "ir.Value", given: "ir.Value") -> None:
     """Let what used to be an input be computed: `given`, in the type the model takes."""
     import onnx_ir as ir
 
@@ -170,34 +169,3 @@ def _input(name: str, dims: tuple[Dim, ...]) -> "ir.Value":
 
 def _output(name: str, dims: tuple[Dim, ...]) -> "ir.Value":
     return _input(name, ("batch", *dims))
-
-
-class _Tape:
-    """Collects new nodes, to be put into a graph together."""
-
-    def __init__(self) -> None:
-        self._nodes: list[ir.Node] = []
-
-    def op(self, kind: str, *inputs: "ir.Value", output: "ir.Value | None" = None, **attributes: Any) -> "ir.Value":
-        import onnx_ir as ir
-
-        outputs = {"num_outputs": 1} if output is None else {"outputs": [output]}
-        node = ir.node(kind, inputs, attributes, **outputs)
-        self._nodes.append(node)
-        return node.outputs[0]
-
-    def ints(self, *numbers: int) -> "ir.Value":
-        import onnx_ir as ir
-
-        return self.op("Constant", value=ir.tensor(np.array(numbers, np.int64)))
-
-    def in_float32(self, value: "ir.Value") -> "ir.Value":
-        import onnx_ir as ir
-
-        return value if value.dtype == ir.DataType.FLOAT else self.op("Cast", value, to=int(ir.DataType.FLOAT))
-
-    def put_first(self, graph: "ir.Graph") -> None:
-        graph.insert_before(graph[0], self._nodes) if len(graph) else graph.extend(self._nodes)
-
-    def put_last(self, graph: "ir.Graph") -> None:
-        graph.extend(self._nodes)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trtdiff.passes.derived import derived_weight, forget_if_unused
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
@@ -32,27 +34,14 @@ def widen_weights(model: "ir.Model") -> None:
         ]
         if not casts:
             continue
-        wide = ir.Value(
-            name=f"{value.name}.float32",
-            shape=ir.Shape(value.const_value.shape.numpy()),
-            type=ir.TensorType(ir.DataType.FLOAT),
-            const_value=_widened(value.const_value, f"{value.name}.float32"),
+        wide = derived_weight(
+            value,
+            f"{value.name}.float32",
+            lambda array: array.astype(np.float32),
+            dtype=ir.DataType.FLOAT,
+            shape=value.const_value.shape.numpy(),
         )
-        graph.register_initializer(wide)
         for cast in casts:
             ir.convenience.replace_all_uses_with(cast.outputs[0], wide, replace_graph_outputs=True)
             graph.remove(cast, safe=True)
-        if not value.uses() and not value.is_graph_output():
-            del graph.initializers[str(value.name)]
-
-
-def _widened(narrow: "ir.TensorProtocol", name: str) -> "ir.LazyTensor":
-    import onnx_ir as ir
-
-    def read() -> ir.TensorProtocol:
-        array = np.asarray(narrow.numpy()).astype(np.float32)
-        if isinstance(narrow, ir.ExternalTensor):
-            narrow.release()  # lets go of the mapped file
-        return ir.Tensor(array, name=name)
-
-    return ir.LazyTensor(read, dtype=ir.DataType.FLOAT, shape=ir.Shape(narrow.shape.numpy()), name=name)
+        forget_if_unused(value)

@@ -1,0 +1,61 @@
+"""New nodes for a graph, written down in order and put in together."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trtdiff.types import Array
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+class Tape:
+    """Collects nodes; `put_first`, `put_last` or `put_before` inserts them."""
+
+    def __init__(self) -> None:
+        self._nodes: list[ir.Node] = []
+
+    def op(
+        self, kind: str, *inputs: "ir.Value", domain: str = "", output: "ir.Value | None" = None, **attributes: Any
+    ) -> "ir.Value":
+        """Add a node of one output and give that output."""
+        import onnx_ir as ir
+
+        outputs: dict[str, Any] = {"num_outputs": 1} if output is None else {"outputs": [output]}
+        node = ir.node(kind, inputs, attributes, domain=domain, **outputs)
+        self._nodes.append(node)
+        return node.outputs[0]
+
+    def constant(self, array: Array) -> "ir.Value":
+        """Add a constant."""
+        import onnx_ir as ir
+
+        return self.op("Constant", value=ir.tensor(array))
+
+    def ints(self, *numbers: int) -> "ir.Value":
+        """Add a constant vector of int64: a shape, axes."""
+        return self.constant(np.array(numbers, np.int64))
+
+    def in_float32(self, value: "ir.Value") -> "ir.Value":
+        """Cast where the value is not float32 already."""
+        import onnx_ir as ir
+
+        return value if value.dtype == ir.DataType.FLOAT else self.op("Cast", value, to=int(ir.DataType.FLOAT))
+
+    def put_first(self, graph: "ir.Graph") -> None:
+        """Insert in front of everything."""
+        if len(graph):
+            graph.insert_before(graph[0], self._nodes)
+        else:
+            graph.extend(self._nodes)
+
+    def put_last(self, graph: "ir.Graph") -> None:
+        """Insert behind everything."""
+        graph.extend(self._nodes)
+
+    def put_before(self, node: "ir.Node") -> None:
+        """Insert in front of a node."""
+        if node.graph is None:
+            raise ValueError("the node is in no graph")
+        node.graph.insert_before(node, self._nodes)
