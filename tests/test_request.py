@@ -51,7 +51,8 @@ def test_what_is_left_open_comes_from_the_checkpoint():
 def test_pictures_are_numbered_prompt_by_prompt_and_seeds_go_up():
     made = request(["a", "b"], negative=["x", "y"], count=3, seed=10)
     assert [(shot.index, shot.prompt, shot.negative, shot.seed) for shot in made.shots] == [
-        (0, "a", "x", 10), (1, "a", "x", 11), (2, "a", "x", 12), (3, "b", "y", 13), (4, "b", "y", 14), (5, "b", "y", 15),
+        (0, "a", "x", 10), (1, "a", "x", 11), (2, "a", "x", 12),
+        (3, "b", "y", 13), (4, "b", "y", 14), (5, "b", "y", 15),
     ]  # fmt: skip
 
 
@@ -111,11 +112,11 @@ REFUSED = {
     "height off the grid": ({"height": 500}, ProfileError, r"height 500 is not a multiple of 8\n.*496 or 504"),
     "height off the grid at the edge": ({"height": 770}, ProfileError, r"multiple of 8\n.*nearest: 768$"),
     "height nought": ({"height": 0}, UsageError, "height 0 is less than 1"),
-    "width too large": ({"width": 1024}, ProfileError, r"width 1024 was asked, the engines take 256 to 768(.|\n)*nearest: 768"),
+    "width too large": ({"width": 1024}, ProfileError, r"1024 was asked, .* take 256 to 768(.|\n)*nearest: 768"),
     "height too small": ({"height": 128}, ProfileError, r"height 128 was asked(.|\n)*nearest: 256"),
     "batch too large": ({"batch": 5}, ProfileError, r"batch 5 was asked, the engines take 1 to 4(.|\n)*nearest: 4"),
     "batch nought": ({"batch": 0}, UsageError, "batch 0 is less than 1"),
-    "unknown scheduler": ({"scheduler": "eular"}, UsageError, r"no scheduler 'eular'; did you mean euler(.|\n)*it has ddim"),
+    "unknown scheduler": ({"scheduler": "eular"}, UsageError, r"'eular'; did you mean euler(.|\n)*has ddim"),
     "strength without an image": ({"strength": 0.5}, UsageError, "no image was given"),
     "unknown loop": ({"loop": "gpu"}, UsageError, "no loop is called 'gpu'"),
 }  # fmt: skip

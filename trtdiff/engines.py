@@ -114,5 +114,5 @@ class Engines:
         """
         encoded = self._family.encode([prompt] * self.least_batch, self.manifest.facts, self.tokenizers, self._sessions)
         for name, values in encoded.items():
-            check_finite(values, f"{name} of the prompt {prompt[:60]!r}")
+            check_finite(values[:1], f"{name} of the prompt {prompt[:60]!r}")
         return {name: values[0] for name, values in encoded.items()}

@@ -190,11 +190,12 @@ def slots_of(engine: int, table: SamplerTable) -> int:
 
 
 def check_finite(values: Array, what: str) -> None:
-    """Raise NonFiniteError that names the first image of the batch [B, …] with NaN or infinity."""
+    """Raise NonFiniteError for NaN or infinity, naming the first picture of a batch [B, …] that has it."""
     if np.isfinite(values).all():
         return
     image = int(np.argmin(np.isfinite(values.reshape(len(values), -1)).all(axis=1)))
+    which = f" (picture {image + 1} of {len(values)} in the batch)" if len(values) > 1 else ""
     raise NonFiniteError(
-        f"{what} is not finite (picture {image + 1} of the batch)",
+        f"{what} is not finite{which}",
         hint="where the precision is fp16, build with one of a larger range (bf16, or fp32 for this component)",
     )
