@@ -1,8 +1,8 @@
 """ONNX Runtime on the CPU: the backend that runs everywhere, and the reference the others are compared with.
 
 An engine is the lowered graph itself, `model.onnx`, with its weights in one safetensors file beside it. ONNX Runtime
-maps that file instead of reading it, and optimizes the graph when it opens it. (Its own offline-optimized format was
-tried: see `build`.)
+maps that file instead of reading it, and optimizes the graph when it opens it. (Its offline-optimized format was tried:
+see `build`.)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,7 +50,12 @@ class OnnxRuntime:
         return 0 * weights
 
     def build(self, graph: Path, profile: ShapeProfile, options: Mapping[str, Any], out: Path) -> Mapping[str, Any]:  # noqa: ARG002
-        """Move the lowered graph and its weights into `out`, and let ONNX Runtime accept it without optimizing."""
+        """Move the lowered graph and its weights into `out`, and let ONNX Runtime accept it without optimizing.
+
+        Its offline-optimized format is not used: a start of a 3 M UNet takes 0.05 s of processor time instead of 0.20,
+        one with 671 MB of weights 0.92 s instead of 1.03 (0.52 with packed weights, which double the file), but such a
+        graph is laid out for the vector instructions of the machine that wrote it.
+        """
         for file in sorted(graph.parent.iterdir()):
             file.rename(out / (MODEL if file == graph else file.name))
         with self._open(out, threads=1, accept_only=True) as session:
