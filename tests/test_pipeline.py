@@ -387,9 +387,10 @@ def test_a_family_that_is_not_known(tiny_bundle, tmp_path):
 
 def test_an_engine_file_that_was_changed(tiny_bundle, tmp_path):
     bundle = copy_with(tiny_bundle, tmp_path, lambda about: None)
-    file = next(bundle.glob("engines/*/engine/*.onnx"))
+    keys = json.loads((bundle / "bundle.json").read_text())["engines"]["onnxruntime"]
+    file = next(path for path in (bundle / "engines" / keys["denoiser"]).rglob("*") if path.suffix == ".safetensors")
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    with pytest.raises(ArtefactError):
+    with pytest.raises(ArtefactError, match=r"weights\.safetensors is damaged"):
         trtdiff.load(bundle)
 
 
