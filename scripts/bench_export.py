@@ -203,8 +203,8 @@ def main() -> None:
         else:
             checkpoint = arguments.folder / "sd15"
             make_checkpoint(checkpoint, {"unet": SD15, "vae": VAE, "text_encoder": TEXT})
-            command = [sys.executable, "-c", "from trtdiff.cli import main; main()", "export", str(checkpoint), "-o", str(out), "--no-check",
-                       "--dtype", arguments.dtype]  # fmt: skip
+            command = [sys.executable, "-c", "from trtdiff.cli import main; main()", "export", str(checkpoint)]
+            command += ["-o", str(out), "--dtype", arguments.dtype, "--no-check"]
             if case == "sd15-unet":
                 command += ["--components", "denoiser"]
             measure(case, [*command, "--force"])

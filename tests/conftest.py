@@ -177,8 +177,8 @@ def make_tiny_checkpoint(folder: Path) -> Path:
         block_out_channels=(32, 48, 64),
         layers_per_block=1,
         norm_num_groups=16,
-        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
         cross_attention_dim=32,
         attention_head_dim=(2, 3, 4),  # heads, in spite of the name: 16 channels each
     )

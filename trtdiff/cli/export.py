@@ -18,14 +18,14 @@ DTYPES = ("stored", "float32", "float16", "bfloat16")
 
 @click.command()
 @click.argument("checkpoint")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder of the export.  [default: exports/NAME]")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to make.  [default: exports/NAME]")
 @click.option("--revision", help="Commit, tag or branch of a hub checkpoint.")
 @click.option("--variant", help="Weights variant to prefer, such as fp16.")
 @click.option("--dtype", type=click.Choice(DTYPES), default="stored", show_default=True,
               help="Type in which weights are stored. Graphs compute in float32 whatever it is.")  # fmt: skip
 @click.option("--components", help="Only these, with commas between: denoiser,vae_decoder.")
 @click.option("--check/--no-check", default=True, show_default=True,
-              help="Compare every graph with PyTorch at two shapes. Takes the memory of the weights in float32.")  # fmt: skip
+              help="Compare every graph with PyTorch at two shapes; takes weights in float32.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Export anew even if nothing has changed.")
 @json_option
 def export(
@@ -35,9 +35,9 @@ def export(
     variant: str | None,
     dtype: str,
     components: str | None,
-    check: bool,  # noqa: FBT001 - click hands out what its flags are
-    force: bool,  # noqa: FBT001 - the same
-    as_json: bool,  # noqa: FBT001 - the same
+    check: bool,
+    force: bool,
+    as_json: bool,
 ) -> None:
     r"""Trace CHECKPOINT, a diffusers folder or a hub id, into ONNX graphs, without loading its weights.
 

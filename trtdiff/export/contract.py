@@ -49,9 +49,7 @@ def _verify_opset(model: "onnx.ModelProto", where: str) -> None:
         raise ExportError(f"functions are left: {names(f.name for f in model.functions)}", where=where)
 
 
-def _verify_ends(
-    kind: str, values: "list[onnx.ValueInfoProto]", tensors: tuple[TensorSpec, ...], where: str
-) -> None:
+def _verify_ends(kind: str, values: "list[onnx.ValueInfoProto]", tensors: tuple[TensorSpec, ...], where: str) -> None:
     found, wanted = [value.name for value in values], [tensor.name for tensor in tensors]
     if found != wanted:
         raise ExportError(f"{kind}s are {', '.join(found)}, the contract is {', '.join(wanted)}", where=where)

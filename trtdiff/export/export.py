@@ -10,8 +10,9 @@
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from trtdiff import __version__
 from trtdiff.checkpoint import Checkpoint
@@ -179,18 +180,23 @@ def export_components(
 
             reporter.stage(f"{spec.name}: comparing with PyTorch")
             checks = check_graph(out / component.graph, spec, config, used)
-        yield spec, component, ComponentReport(
-            nodes,
-            (out / component.graph).stat().st_size,
-            sum(ref.nbytes for ref in used.values()),
-            spent + time.monotonic() - began,
-            checks,
+        yield (
+            spec,
+            component,
+            ComponentReport(
+                nodes,
+                (out / component.graph).stat().st_size,
+                sum(ref.nbytes for ref in used.values()),
+                spent + time.monotonic() - began,
+                checks,
+            ),
         )
 
 
 def _write(
     model: "ir.Model", spec: ComponentSpec, places: Mapping[str, TensorRef], out: Path, reporter: Reporter
 ) -> tuple[ExportedComponent, int]:
+    from trtdiff.export.check import open_graph
     from trtdiff.export.contract import verify_graph
     from trtdiff.export.graph import refer_to_weights, write_graph
 
@@ -199,6 +205,8 @@ def _write(
     path = out / f"{spec.name}.onnx"
     write_graph(model, path)
     verify_graph(path, spec)
+    if find_spec("onnxruntime") is not None:
+        open_graph(path)
     files = sorted({ref.file for ref in places.values()})
     component = ExportedComponent(
         name=spec.name,
@@ -247,5 +255,3 @@ def _by_folder(specs: Iterable[ComponentSpec]) -> list[list[ComponentSpec]]:
     for spec in specs:
         groups.setdefault(spec.folder, []).append(spec)
     return list(groups.values())
-
-

@@ -9,7 +9,6 @@ module's path. Nothing in the file names a path, a class or a line of the machin
 """
 
 import ast
-import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,19 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from trtdiff import __version__
 from trtdiff.errors import ExportError
+from trtdiff.export.dims import name_dims
 from trtdiff.export.safetensors_index import TensorRef
 from trtdiff.families.base import ComponentSpec
 from trtdiff.passes.simplify import simplify
-from trtdiff.types import Dim, TensorSpec
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
 MODULE = "module"
 """Metadata key of a node: the path of the PyTorch module that it came from."""
-
-_LONGEST_EXPRESSION = 40
-_SYMBOL = re.compile(r"\b[su]\d+\b")
 
 
 def canonical_graph(model: "ir.Model", spec: ComponentSpec) -> None:
@@ -38,7 +34,7 @@ def canonical_graph(model: "ir.Model", spec: ComponentSpec) -> None:
     Raises ExportError where the trace broke the contract: a dimension that became a number, or means something else.
     """
     simplify(model)
-    _name_dims(model.graph, spec)
+    name_dims(model.graph, spec)
     _name_initializers(model.graph, spec)
     _name_nodes(model.graph, spec)
     _strip(model, spec)
@@ -47,7 +43,7 @@ def canonical_graph(model: "ir.Model", spec: ComponentSpec) -> None:
 def needed_weights(model: "ir.Model") -> dict[str, tuple[int, ...]]:
     """Give the stored tensors that a canonical graph refers to, with their shapes."""
     return {
-        name: tuple(int(dim) for dim in value.shape or ())
+        name: tuple(dim for dim in value.shape or () if isinstance(dim, int))
         for name, value in model.graph.initializers.items()
         if value.const_value is None
     }
@@ -111,7 +107,7 @@ def _cast_before_use(value: "ir.Value", to: "ir.DataType") -> None:
     cast = ir.node("Cast", [value], {"to": int(to)}, name=f"{value.name}/Cast")
     (output,) = cast.outputs
     output.name, output.shape, output.dtype = f"{value.name}/Cast", value.shape, to
-    first = min((use.node for use in uses), key=lambda node: graph.index(node)) if len(uses) > 1 else uses[0].node
+    first = min((use.node for use in uses), key=graph.index) if len(uses) > 1 else uses[0].node
     cast.metadata_props[MODULE] = first.metadata_props.get(MODULE, "")
     for use in uses:
         use.node.replace_input_with(use.idx, output)
@@ -157,7 +153,9 @@ def _module(node: "ir.Node", spec: ComponentSpec) -> str:
     """Read the module path out of what the exporter wrote: the scopes from the outside in, then the node's own name."""
     scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes")
     path = ast.literal_eval(scopes)[-2:-1] if scopes else []
-    module = str(path[0]) if path else ""
+    module = str(path[0]).partition("@")[0] if path else ""
+    if module.startswith("_"):  # the exporter's word for what belongs to no module, such as the sizes of inputs
+        return ""
     return module.removeprefix(spec.prefix).removeprefix(".")
 
 
@@ -172,105 +170,7 @@ def _strip(model: "ir.Model", spec: ComponentSpec) -> None:
         value.doc_string = None
 
 
-# --- dimensions ------------------------------------------------------------------------------------------------------
-
-
-def _name_dims(graph: "ir.Graph", spec: ComponentSpec) -> None:
-    """Give symbolic dimensions the contract's names, and derived ones an expression of these or none."""
-    symbols = _symbols(graph, spec)
-    for value, tensor in zip(graph.outputs, spec.outputs, strict=True):
-        _check_output(value, tensor, symbols, spec)
-    for value in (out for node in graph for out in node.outputs):
-        if value.shape is not None:
-            value.shape = _renamed(value.shape, symbols)
-    ends = [*zip(graph.inputs, spec.inputs, strict=True), *zip(graph.outputs, spec.outputs, strict=True)]
-    for value, tensor in ends:
-        value.shape = _shape(tensor)
-
-
-def _symbols(graph: "ir.Graph", spec: ComponentSpec) -> dict[str, str]:
-    """Pair the tracer's symbols with the contract's dimensions."""
-    symbols: dict[str, str] = {}
-    for value, tensor in zip(graph.inputs, spec.inputs, strict=True):
-        found = [dim if isinstance(dim, int) else dim.value for dim in value.shape or ()]
-        where = f"{spec.name}, input {tensor.name}"
-        if len(found) != len(tensor.dims):
-            raise ExportError(f"the graph has {len(found)} dimensions, the contract {len(tensor.dims)}", where=where)
-        for got, wanted in zip(found, tensor.dims, strict=True):
-            if isinstance(wanted, int) != isinstance(got, int) or (isinstance(got, int) and got != wanted):
-                raise ExportError(f"dimension {wanted!r} became {got!r} in the trace", where=where,
-                                  hint="some code of the model depends on this size; the graph would not")  # fmt: skip
-            if isinstance(got, str) and isinstance(wanted, str) and symbols.setdefault(got, wanted) != wanted:
-                raise ExportError(f"dimensions {wanted!r} and {symbols[got]!r} became the same", where=where)
-    return symbols
-
-
-def _renamed(shape: "ir.Shape", symbols: Mapping[str, str]) -> "ir.Shape":
-    import onnx_ir as ir
-
-    dims: list[int | str | None] = []
-    for dim in shape:
-        if isinstance(dim, int) or dim.value is None:
-            dims.append(dim if isinstance(dim, int) else None)
-            continue
-        text = _SYMBOL.sub(lambda match: symbols.get(match[0], "?"), dim.value)
-        dims.append(text if "?" not in text and len(text) <= _LONGEST_EXPRESSION else None)
-    return ir.Shape(dims)
-
-
-def _shape(tensor: TensorSpec) -> "ir.Shape":
-    import onnx_ir as ir
-
-    return ir.Shape(tensor.dims)
-
-
-def _check_output(value: "ir.Value", tensor: TensorSpec, symbols: Mapping[str, str], spec: ComponentSpec) -> None:
-    """Evaluate the tracer's expression of each output dimension at two sizes, and compare with the contract's."""
-    where = f"{spec.name}, output {tensor.name}"
-    found = [dim if isinstance(dim, int) else str(dim.value) for dim in value.shape or ()]
-    if len(found) != len(tensor.dims):
-        raise ExportError(f"the graph has {len(found)} dimensions, the contract {len(tensor.dims)}", where=where)
-    for got, wanted in zip(found, tensor.dims, strict=True):
-        for factor in (3, 10):
-            if _evaluate(got, symbols, factor) != _size(wanted, factor):
-                raise ExportError(f"dimension {wanted!r} became {got!r} in the trace", where=where)
-
-
-def _size(dim: Dim, factor: int) -> int:
-    """Give a dimension where every size is the factor times its own number, a multiple of 64."""
-    if isinstance(dim, int):
-        return dim
-    name, _, divisor = dim.partition("/")
-    return 64 * factor * (sum(name.encode()) % 97 + 1) // int(divisor or 1)
-
-
-def _evaluate(dim: Dim, symbols: Mapping[str, str], factor: int) -> int | None:
-    if isinstance(dim, int):
-        return dim
-
-    def value(node: ast.expr) -> int:
-        match node:
-            case ast.Constant(value=int(number)):
-                return number
-            case ast.Name(id=name) if name in symbols:
-                return _size(symbols[name], factor)
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return value(left) + value(right)
-            case ast.BinOp(left=left, op=ast.Sub(), right=right):
-                return value(left) - value(right)
-            case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                return value(left) * value(right)
-            case ast.BinOp(left=left, op=ast.FloorDiv(), right=right):
-                return value(left) // value(right)
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -value(operand)
-            case _:
-                raise ValueError(ast.dump(node))
-
-    try:
-        return value(ast.parse(dim, mode="eval").body)
-    except (ValueError, SyntaxError, ZeroDivisionError):
-        return None
+# --- shapes that the exporter left open ------------------------------------------------------------------------------
 
 
 def _infer_shapes(model: "ir.Model") -> None:

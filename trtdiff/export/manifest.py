@@ -1,10 +1,10 @@
 """`export.json`: what an export folder holds. Reading it imports neither torch nor onnx.
 
-    exports/NAME/
-      export.json
-      text_encoder.onnx  denoiser.onnx  vae_decoder.onnx  vae_encoder.onnx
-      weights/<folder>.safetensors          # external data of the graphs; one VAE file serves both VAE graphs
-      tokenizers/<folder>.json              # tokenizers' own format
+exports/NAME/
+  export.json
+  text_encoder.onnx  denoiser.onnx  vae_decoder.onnx  vae_encoder.onnx
+  weights/<folder>.safetensors          # external data of the graphs; one VAE file serves both VAE graphs
+  tokenizers/<folder>.json              # tokenizers' own format
 """
 
 from collections.abc import Mapping

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from trtdiff.errors import ExportError, MissingDependency
-from trtdiff.export.unfilled import build_unfilled, reason, unfilled_names
+from trtdiff.export.unfilled import build_unfilled, causes, reason, unfilled_names
 from trtdiff.families.base import ComponentSpec, Config
 from trtdiff.types import names
 
@@ -132,7 +132,7 @@ def _functional(program: Any) -> bool:
 
 
 def _translations() -> dict[Any, Any]:
-    """Translations of operators that torch.onnx otherwise takes apart by decomposition."""
+    """Translate what torch.onnx otherwise takes apart by decomposition."""
     import torch
     from onnxscript import opset23 as op
 
@@ -165,10 +165,7 @@ def _failing_module(error: BaseException, module: "torch.nn.Module", spec: Compo
 
 def _module_of_node(error: BaseException, program: Any, spec: ComponentSpec) -> str:
     """Name the PyTorch module of the operator that has no translation, which the exporter's message names."""
-    text, cause = "", error
-    while cause is not None:
-        text, cause = text + str(cause), cause.__cause__  # type: ignore[assignment]
-    match = re.search(r"node %(\w+)", text)
+    match = re.search(r"node %(\w+)", "\n".join(map(str, causes(error))))
     for node in program.graph.nodes:
         if match is not None and node.name == match[1]:
             stack = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]

@@ -15,15 +15,18 @@ if TYPE_CHECKING:
     import torch
 
 
-
 def build_unfilled(spec: ComponentSpec, config: Config, fake: Any) -> "torch.nn.Module":
+    """Build a component's module in inference mode; what its checkpoint stores is fake.
+
+    Raises ExportError where the installed libraries cannot build it from this config.
+    """
     import torch
     from torch.overrides import TorchFunctionMode
 
     class EmptyIsFake(TorchFunctionMode):
         """Parameters are born in `torch.empty`; constants in `arange`, `full`, `tensor`."""
 
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.empty:
                 with fake:
                     return func(*args, **(kwargs or {}))
@@ -52,11 +55,9 @@ def _make_parameters_fake(module: "torch.nn.Module", fake: Any) -> None:
         prefix = f"{path}." if path else ""
         for name, parameter in list(part.named_parameters(recurse=False)):
             if not isinstance(parameter, FakeTensor):
-                part.register_parameter(
-                    name, torch.nn.Parameter(fake.from_tensor(parameter.data), requires_grad=False)
-                )
+                part.register_parameter(name, torch.nn.Parameter(fake.from_tensor(parameter.data), requires_grad=False))
             else:
-                parameter.requires_grad_(requires_grad=False)
+                parameter.requires_grad_(False)
         for name, buffer in list(part.named_buffers(recurse=False)):
             if prefix + name in stored and not isinstance(buffer, FakeTensor):
                 part.register_buffer(name, fake.from_tensor(buffer))
@@ -80,7 +81,14 @@ def unfilled_names(module: "torch.nn.Module") -> set[str]:
 
 def reason(error: BaseException) -> str:
     """Give the first line of an error's innermost cause."""
-    while (inner := error.__cause__) is not None:
-        error = inner
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    *_, innermost = causes(error)
+    lines = [line.strip() for line in str(innermost).splitlines() if line.strip()]
+    return lines[0] if lines else type(innermost).__name__
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Give an error, what it was raised from, and so on inwards."""
+    current: BaseException | None = error
+    while current is not None:
+        yield current
+        current = current.__cause__

@@ -36,7 +36,7 @@ class StableDiffusion(ModelFamily):
             )
         if unet["cross_attention_dim"] != text["hidden_size"]:
             raise CheckpointError(
-                f"the UNet attends to width {unet['cross_attention_dim']}, the text encoder gives {text['hidden_size']}",
+                f"the UNet attends to width {unet['cross_attention_dim']}, the text encoder has {text['hidden_size']}",
                 where="unet/config.json: cross_attention_dim, text_encoder/config.json: hidden_size",
                 hint="use the text encoder that this UNet was trained with",
             )
@@ -153,9 +153,11 @@ def _denoiser(config: Config) -> "torch.nn.Module":
     from diffusers import UNet2DConditionModel
 
     class Denoiser(torch.nn.Module):
+        unet: Any
+
         def __init__(self) -> None:
             super().__init__()
-            self.unet = UNet2DConditionModel.from_config(dict(config))
+            self.unet = UNet2DConditionModel.from_config(dict(config))  # type: ignore[no-untyped-call]
             self.unet.num_upsamplers = ALWAYS_PASS_SIZES
 
         def forward(self, sample: torch.Tensor, timestep: torch.Tensor, encoder_hidden_states: torch.Tensor) -> Any:
@@ -164,17 +166,18 @@ def _denoiser(config: Config) -> "torch.nn.Module":
     return Denoiser().eval()
 
 
-def _vae(config: Config) -> "torch.nn.Module":
+def _vae(config: Config) -> Any:
     from diffusers import AutoencoderKL
 
-    vae: torch.nn.Module = AutoencoderKL.from_config(dict(config))
-    return vae
+    return AutoencoderKL.from_config(dict(config))  # type: ignore[no-untyped-call]
 
 
 def _vae_decoder(config: Config) -> "torch.nn.Module":
     import torch
 
     class Decoder(torch.nn.Module):
+        vae: Any
+
         def __init__(self) -> None:
             super().__init__()
             self.vae = _vae(config)
@@ -191,6 +194,8 @@ def _vae_encoder(config: Config) -> "torch.nn.Module":
     import torch
 
     class Encoder(torch.nn.Module):
+        vae: Any
+
         def __init__(self) -> None:
             super().__init__()
             self.vae = _vae(config)

@@ -14,7 +14,7 @@ from trtdiff.types import Array
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-Pass: TypeAlias = "Callable[[ir.Model], int]"
+Pass: TypeAlias = "Callable[[ir.Model], int]"  # noqa: S105 - a word, not a secret
 
 SMALL = 16_384
 """Elements up to which a value may be computed or compared; embedded constants stay below 64 KB."""

@@ -79,7 +79,8 @@ def _range(inputs: list[Array], _: Attributes) -> Array:
     count = max(0, int(np.ceil((limit - start) / step)))
     if count > SMALL:
         raise ValueError(count)
-    return (start + np.arange(count, dtype=inputs[0].dtype) * np.asarray(step, inputs[0].dtype)).astype(inputs[0].dtype)
+    numbers: Array = start + np.arange(count, dtype=inputs[0].dtype) * np.asarray(step, inputs[0].dtype)
+    return numbers.astype(inputs[0].dtype)
 
 
 def _div(inputs: list[Array], _: Attributes) -> Array:
@@ -98,6 +99,7 @@ def _reshape(inputs: list[Array], attributes: Attributes) -> Array:
 
 
 def _slice(inputs: list[Array], _: Attributes) -> Array:
+    data: Array
     data, starts, ends = inputs[:3]
     axes = inputs[3] if len(inputs) > 3 else np.arange(len(starts))
     steps = inputs[4] if len(inputs) > 4 else np.ones(len(starts), np.int64)

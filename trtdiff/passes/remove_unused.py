@@ -17,6 +17,6 @@ def remove_unused(model: "ir.Model") -> int:
 
     before = len(model.graph) + len(model.graph.initializers)
     RemoveUnusedNodesPass()(model)
-    RemoveUnusedFunctionsPass()(model)
+    RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
     RemoveUnusedOpsetsPass()(model)
     return before - len(model.graph) - len(model.graph.initializers)
