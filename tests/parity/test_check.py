@@ -1,0 +1,109 @@
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from trtdiff.checkpoint import Checkpoint
+from trtdiff.cli import run
+from trtdiff.errors import ArtefactError, UsageError
+from trtdiff.parity import check as parity_check
+from trtdiff.parity.check import Check, parse_points
+from trtdiff.parity.reference import Reference
+
+PROMPTS = ["--prompt", "a small red house", "--prompt", "the cat"]
+
+
+@pytest.mark.parametrize("scheduler", ["default", "euler_a", "dpmpp_2m"])
+def test_a_bundle_equals_the_checkpoint_it_was_made_from(tiny_bundle, tiny_checkpoint, scheduler, capsys):
+    shapes = "min,opt,max" if scheduler == "default" else "opt"
+    command = ["check", str(tiny_bundle), "--against", str(tiny_checkpoint), "--steps", "6", "--json", *PROMPTS]
+    assert run([*command, "--scheduler", scheduler, "--shapes", shapes]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["passed"]
+    assert report["shapes"] == shapes.split(",")
+    compared = {row["name"] for row in report["results"]}
+    assert compared >= {
+        "text_encoder.encoder_hidden_states", "denoiser.prediction", "denoiser.latent", "vae_decoder.image",
+        "vae_encoder.mean", "vae_encoder.std", "text to image.latents", "text to image.picture",
+        "image to image.latents", "image to image.picture",
+    }  # fmt: skip
+    assert all(row["needed"] <= row["tolerance"] for row in report["results"])
+    assert ("only (min, max not checked)" in report["verdict"]) == (shapes == "opt")
+
+
+def test_a_wrong_module_fails_with_exit_code_3_and_is_named(tiny_bundle, tiny_checkpoint, monkeypatch, capsys):
+    real = Reference.component
+
+    def wrong(self, spec, feeds):
+        made = real(self, spec, feeds)
+        return {name: value * 1.001 if spec.name == "vae_decoder" else value for name, value in made.items()}
+
+    monkeypatch.setattr(Reference, "component", wrong)
+    command = [
+        "check",
+        str(tiny_bundle),
+        "--against",
+        str(tiny_checkpoint),
+        "--steps",
+        "2",
+        "--shapes",
+        "opt",
+        "--json",
+    ]
+    assert run(command) == 3
+    report = json.loads(capsys.readouterr().out)
+    failed = [row["name"] for row in report["results"] if not row["passed"]]
+    assert failed == ["vae_decoder.image"]
+    assert "FAILED" in report["verdict"]
+
+
+def test_a_result_that_is_not_finite_fails_and_has_no_number(tiny_bundle, tiny_checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(Reference, "component", lambda _self, spec, _feeds: _nan(spec))
+    command = [
+        "check",
+        str(tiny_bundle),
+        "--against",
+        str(tiny_checkpoint),
+        "--steps",
+        "2",
+        "--shapes",
+        "opt",
+        "--json",
+    ]
+    assert run(command) == 3
+    rows = json.loads(capsys.readouterr().out)["results"]
+    encoder = next(row for row in rows if row["name"].startswith("text_encoder"))
+    assert encoder["needed"] is None
+    assert encoder["problem"]
+
+
+def _nan(spec):
+    sizes = {"batch": 1, "height": 64, "width": 64, "tokens": 16}
+    return {item.name: np.full(item.shape(sizes), np.nan, np.float32) for item in spec.outputs}
+
+
+def test_another_checkpoint_is_refused_before_anything_runs(tiny_bundle, tiny_checkpoint, tmp_path):
+    other = shutil.copytree(tiny_checkpoint, tmp_path / "other")
+    config = json.loads((other / "scheduler/scheduler_config.json").read_text())
+    (other / "scheduler/scheduler_config.json").write_text(json.dumps({**config, "beta_end": 0.02}))
+    with pytest.raises(ArtefactError, match="another checkpoint") as caught:
+        Check(tiny_bundle, Checkpoint.open(str(other)))
+    assert "checkpoint.digest" in caught.value.where
+
+
+def test_a_shape_beyond_the_memory_is_refused_with_the_number(tiny_bundle, tiny_checkpoint, monkeypatch):
+    monkeypatch.setattr(parity_check, "available_memory", lambda: 1 << 20)
+    with Check(tiny_bundle, Checkpoint.open(str(tiny_checkpoint))) as work:
+        planned = work.plan(("max",))
+        assert all(item.cost.flops > 0 for item in planned)
+        with pytest.raises(UsageError, match=r"takes about .* GB") as caught:
+            work.refuse_beyond_memory(planned)
+    assert "--shapes opt" in caught.value.hint
+
+
+@pytest.mark.parametrize("text", ["", "largest", "min,,huge"])
+def test_unknown_shapes_are_refused(text):
+    with pytest.raises(UsageError, match="no shape"):
+        parse_points(text)
+    assert parse_points("max, min") == ("min", "max")
