@@ -9,8 +9,13 @@ from trtdiff.types import TensorSpec
 
 def spec_of(module):
     return ComponentSpec(
-        name="x", folder="x", inputs=(TensorSpec("a", "float32", ("batch", 64)),), outputs=(), build=lambda _config: module(), prefix="x",
-    )  # fmt: skip
+        name="x",
+        folder="x",
+        inputs=(TensorSpec("a", "float32", ("batch", 64)),),
+        outputs=(),
+        build=lambda _config: module(),
+        prefix="x",
+    )
 
 
 class Chain(torch.nn.Module):
