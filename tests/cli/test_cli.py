@@ -14,7 +14,9 @@ def test_version(capsys):
 @pytest.mark.parametrize("verb", COMMANDS)
 def test_every_verb_has_help_with_an_example(verb, capsys):
     assert run([verb, "-h"]) == 0
-    assert f"trtdiff {verb}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"\n  trtdiff {verb}" in said  # on a line of its own
+    assert "\\b" not in said
 
 
 def test_help_lists_every_verb_and_imports_none():
@@ -38,7 +40,9 @@ def test_exit_codes_stand_in_the_tree_that_the_docstring_draws():
     from trtdiff import errors
 
     drawn = dict(re.findall(r"(\w+) {2,}(\d)  ", errors.__doc__))
-    classes = {kind.__name__: kind for kind in [TrtdiffError, *_below(TrtdiffError)] if kind.__module__ == errors.__name__}
+    classes = {
+        kind.__name__: kind for kind in [TrtdiffError, *_below(TrtdiffError)] if kind.__module__ == errors.__name__
+    }
     assert {name: str(kind.exit_code) for name, kind in classes.items()} == drawn
 
 

@@ -55,7 +55,7 @@ class LazyGroup(click.Group):
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="trtdiff")
 def cli() -> None:
-    r"""Compile diffusion checkpoints into engines, run them without PyTorch, prove that the pictures are the same.
+    """Compile diffusion checkpoints into engines, run them without PyTorch, prove that the pictures are the same.
 
     \b
     trtdiff export checkpoints/digits

@@ -44,7 +44,7 @@ def build(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    r"""Compile an export into a bundle: engines, sampler tables, tokenizers, in one folder that runs anywhere.
+    """Compile an export into a bundle: engines, sampler tables, tokenizers, in one folder that runs anywhere.
 
     FOLDER is what `trtdiff export` made; the only one under exports/ where none is given. What is built already is
     reused; a bundle that is up to date is left alone, one that is not is replaced as a whole, and you are told which

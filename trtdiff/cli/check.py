@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @click.option("--scheduler", help="One of the bundle's schedulers; the checkpoint's own when left out.")
 @click.option("--backend", help="Engines to check, where the bundle has several.")
 @json_option
-def check(  # noqa: PLR0917 - click passes what the command line has
+def check(
     bundle: Path | None,
     checkpoint: str,
     revision: str | None,
@@ -48,7 +48,7 @@ def check(  # noqa: PLR0917 - click passes what the command line has
     *,
     as_json: bool,
 ) -> int:
-    r"""Prove that BUNDLE computes what PyTorch computes: by component, by step and by picture.
+    """Prove that BUNDLE computes what PyTorch computes: by component, by step and by picture.
 
     Every component is compared at the smallest, the tuned and the largest shape of the profile, with the same random
     inputs; then pictures are made by the bundle and by the diffusers pipeline itself from the same seeds, and compared

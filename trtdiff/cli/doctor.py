@@ -126,7 +126,7 @@ def _cpu() -> str:
 @click.command()
 @json_option
 def doctor(*, as_json: bool) -> None:
-    r"""Say what this machine can export, build and run, and what is missing.
+    """Say what this machine can export, build and run, and what is missing.
 
     \b
     trtdiff doctor

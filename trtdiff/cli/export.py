@@ -39,7 +39,7 @@ def export(
     force: bool,
     as_json: bool,
 ) -> None:
-    r"""Trace CHECKPOINT, a diffusers folder or a hub id, into ONNX graphs, without loading its weights.
+    """Trace CHECKPOINT, a diffusers folder or a hub id, into ONNX graphs, without loading its weights.
 
     Weights are copied beside the graphs, which refer to them. Every image size that diffusers accepts runs; an
     unchanged checkpoint is not exported again.

@@ -14,7 +14,7 @@ from trtdiff.cli.options import json_option
 @click.argument("path", type=click.Path(path_type=Path))
 @json_option
 def inspect(path: Path, *, as_json: bool) -> None:
-    r"""Explain PATH: a checkpoint, export, ONNX graph, bundle, store entry, sampler tables, picture or receipt.
+    """Explain PATH: a checkpoint, export, ONNX graph, bundle, store entry, sampler tables, picture or receipt.
 
     \b
     trtdiff inspect checkpoints/digits

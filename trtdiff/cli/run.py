@@ -42,7 +42,7 @@ PATH = click.Path(path_type=Path)
 @click.option("--threads", type=int, help="[default: the backend's choice]")
 @click.option("--host-loop", is_flag=True, help="Compute the sampler on the host, for debugging. Slower.")
 @json_option
-def run(  # noqa: PLR0917 - click passes them by name
+def run(
     bundle: Path,
     prompts: tuple[str, ...],
     output: Path,
@@ -56,14 +56,14 @@ def run(  # noqa: PLR0917 - click passes them by name
     scheduler: str | None,
     image: tuple[Path, ...],
     strength: float | None,
-    grid: bool,  # noqa: FBT001 - click's flags
+    grid: bool,
     batch: int | None,
     backend: str | None,
     threads: int | None,
-    host_loop: bool,  # noqa: FBT001
-    as_json: bool,  # noqa: FBT001
+    host_loop: bool,
+    as_json: bool,
 ) -> None:
-    r"""Make pictures with a bundle, and a receipt of how.
+    """Make pictures with a bundle, and a receipt of how.
 
     \b
     trtdiff run engines/digits "a handwritten seven" --steps 20 --guidance 4 --seed 7 --count 4 -o out.png
