@@ -61,7 +61,7 @@ def entry(store):
 
 
 def names(path):
-    return sorted(file.name for file in path.iterdir() if not file.name.endswith(".lock"))
+    return sorted(file.name for file in path.iterdir() if file.name != ".locks")
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------

@@ -6,13 +6,10 @@ report = build(…)                           make it; nothing to do is a matter
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
-
-from filelock import FileLock, Timeout
 
 import trtdiff
 from trtdiff import worker
@@ -25,7 +22,7 @@ from trtdiff.files import FileFacts, copy_file, sync_folder
 from trtdiff.manifest import Made, differences
 from trtdiff.plan import BuildPlan, PlannedEngine, PlannedSamplers
 from trtdiff.records import read_record, write_record
-from trtdiff.store import Entry, Store, replaced_folder, storing
+from trtdiff.store import Entry, Store, locked, replaced_folder
 from trtdiff.types import TensorSpec
 
 Planned: TypeAlias = PlannedEngine | PlannedSamplers
@@ -145,7 +142,7 @@ def build(
     began = time.monotonic()
     if out.exists() and not (out / BUNDLE_FILE).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} is there and is not a bundle", where="-o", hint="name another folder, or remove it")
-    with _locked(out, tell):
+    with locked(out, tell.note):
         survey = survey_bundle(plan, out, store, fresh=verify)
         if survey.up_to_date and not force:
             return Report(out, survey, survey.pieces, time.monotonic() - began)
@@ -286,19 +283,3 @@ def _assemble(plan: BuildPlan, entries: Mapping[str, Entry], export: Path, out: 
             ),
         )
         sync_folder(folder)
-
-
-@contextmanager
-def _locked(out: Path, tell: Listener) -> Iterator[None]:
-    with storing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(out.with_name(f".{out.name}.lock"))
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            tell.note(f"another process is building {out}; waiting for it")
-            lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()

@@ -85,7 +85,7 @@ class Store:
         plain = spec_json(spec)
         key = key_of(plain)
         began = time.time_ns()
-        with self._locked(key, waiting):
+        with locked(self.path / key, waiting):
             try:
                 found = self.get(key)
             except ArtefactError as error:
@@ -102,23 +102,26 @@ class Store:
                 write_record(folder / MANIFEST_FILE, manifest)
             return Entry(self.path / key, manifest)
 
-    @contextmanager
-    def _locked(self, key: str, waiting: Callable[[str], None]) -> Iterator[None]:
-        with storing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self.path / f".{key}.lock")
+
+@contextmanager
+def locked(place: Path, waiting: Callable[[str], None]) -> Iterator[None]:
+    """Hold the lock on what stands, or will stand, at `place`; `waiting` is told when another process holds it.
+
+    Lock files stay, in a hidden folder: removing one that somebody waits for would let two in.
+    """
+    with storing(place.parent):
+        folder = place.parent / ".locks"
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / place.name)
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            waiting(f"another process is building {key[:12]}; waiting for it")
+            waiting(f"another process is building {place}; waiting for it")
             lock.acquire()
-        except OSError as error:
-            raise StorageError(f"cannot lock {key}: {error.strerror}", where=str(self.path),
-                               hint="choose another --store")  from None  # fmt: skip
-        try:
-            yield
-        finally:
-            lock.release()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _written_since(entry: Entry, began: int) -> bool:
