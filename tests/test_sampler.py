@@ -325,7 +325,7 @@ def test_an_edited_file_is_an_artefact_error(book_path):
         {"drop": "euler/rows"}, {"schema": 2}, {"samplers": [{"name": "ab2"}]}, {"samplers": []}, {"format": 3},
         {"change": {"ab2/rows": nan}}, {"change": {"ab2/index": far}}, {"change": {"ab2/first": far}},
         {"change": {"ab2/draws": np.zeros(3, np.uint8)}},
-        {"change": {"ab2/rows": tensors["ab2/rows"].astype(np.float32)}},
+        {"change": {"ab2/rows": tensors["ab2/rows"].astype(np.float64)}},
     ):  # fmt: skip
         rewrite(**edit)
         with pytest.raises(ArtefactError):

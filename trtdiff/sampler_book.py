@@ -2,16 +2,17 @@
 
 A safetensors file. Its metadata says which samplers there are; each has six tensors, read when first asked for:
 
-    <name>/rows       [R, columns] float64  coefficients of x_1, x_2, … on the columns that are ever used; a row that
+    <name>/rows       [R, columns] float32  coefficients of x_1, x_2, … on the columns that are ever used; a row that
                                             several starts share stands here once
-    <name>/first      [tables, 2] float64   coefficients of x_0 on the clean latent and on the first noise
+    <name>/first      [tables, 2] float32   coefficients of x_0 on the clean latent and on the first noise
     <name>/timesteps  [T] float32           what the model is given, one a call (its embedding rounds to float32 anyway)
-    <name>/scales     [T] float64           latent to model input
+    <name>/scales     [T] float32           latent to model input
     <name>/draws      [T] uint8             1 where a noise is drawn
     <name>/index      [tables, 7] int32     steps, start (-1: text to image), calls, first timestep,
                                             first own row, own rows, first shared row
 
-After x_0, a table's rows are its own, then as many shared ones as make `calls + 1`.
+Coefficients are float32, which is what the denoiser is given. After x_0, a table's rows are its own, then as many
+shared ones as make `calls + 1`.
 """
 
 import difflib
@@ -31,10 +32,10 @@ from trtdiff.types import Array
 FORMAT = "trtdiff-samplers"
 SCHEMA = 1
 TENSORS = {
-    "rows": np.float64,
-    "first": np.float64,
+    "rows": np.float32,
+    "first": np.float32,
     "timesteps": np.float32,
-    "scales": np.float64,
+    "scales": np.float32,
     "draws": np.uint8,
     "index": np.int32,
 }
@@ -171,7 +172,7 @@ def read_table(info: SamplerInfo, page: Mapping[str, Array], steps: int, start: 
         steps=steps,
         start=start,
         coefficients=coefficients,
-        scales=page["scales"][now].copy(),
+        scales=page["scales"][now].astype(np.float64),
         timesteps=page["timesteps"][now].astype(np.float32),
         draws=page["draws"][now].astype(np.bool_),
         residual=info.residual,

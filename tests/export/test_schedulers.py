@@ -335,6 +335,9 @@ def test_a_book_of_several_schedulers(tmp_path):
     assert compiled.size == path.stat().st_size
     assert book.steps("default") == (1, 4, 51)
     assert book.steps("lcm") == (1, 4)  # LCM has 50 steps to choose from
+    for name in book.names:
+        for start in (None, 0, 2):
+            compare(make_scheduler(SD15, name), StableDiffusionCall(), book.table(name, 4, start))
     with pytest.raises(UsageError, match="the scheduler itself refuses"):
         book.table("lcm", 51)
     assert len({info.digest for info in book.samplers.values()}) == 4

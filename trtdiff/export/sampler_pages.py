@@ -101,12 +101,12 @@ class SamplerPages:
         )
 
     def tensors(self) -> dict[str, Array]:
-        """Give the six tensors of this sampler."""
+        """Give the six tensors of this sampler as the file lists them, but unrounded."""
         timesteps, scales, draws = np.concatenate(self._timeline, axis=1)
         arrays = {"timesteps": timesteps, "scales": scales, "draws": draws, "index": np.array(self._index)}
         arrays["first"] = np.array(self._first)
         arrays["rows"] = np.concatenate(self._rows)[:, self.info().columns]
-        return {name: np.ascontiguousarray(arrays[name], dtype) for name, dtype in TENSORS.items()}
+        return {name: arrays[name] for name in TENSORS}
 
     def _store(self, rows: Values, timeline: Values) -> None:
         self._rows.append(rows)
@@ -121,7 +121,11 @@ def write_book(path: Path, pages: Sequence[SamplerPages], made_by: Mapping[str, 
 
     samplers = [asdict(page.info()) for page in pages]
     metadata = {"format": FORMAT, "schema": SCHEMA, "samplers": samplers, "made_by": dict(made_by)}
-    tensors = {f"{page.name}/{name}": values for page in pages for name, values in page.tensors().items()}
+    tensors = {
+        f"{page.name}/{name}": np.ascontiguousarray(values, TENSORS[name])
+        for page in pages
+        for name, values in page.tensors().items()
+    }
     content = save(tensors, metadata={"about": json.dumps(metadata, ensure_ascii=False, allow_nan=False)})
     temporary = None
     try:
