@@ -1,6 +1,6 @@
 """Measure what the runtime itself costs: time a step outside the network, imports, help, and a cold start.
 
-    python scripts/bench_runtime.py [BUNDLE] [--json FILE]
+    python scripts/bench_runtime.py [BUNDLE] [--steps NUMBER] [--json FILE]
 
 Outside the network a step costs the prologue (the sampler's weighted sum), the guidance tail, and the host's loop. They
 are measured around a network that does next to nothing, at 64 by 64 latents, one image, two guidance branches, one
@@ -129,7 +129,7 @@ def fresh_process(code: list[str]) -> float:
     return best(lambda: seconds(code)) - best(lambda: seconds(["-c", "pass"]))
 
 
-def cold_start(bundle: Path) -> dict[str, float]:
+def cold_start(bundle: Path, steps: int) -> dict[str, float]:
     """Load and first picture in a new process."""
     code = """
 import json, sys, time
@@ -137,22 +137,21 @@ began = time.perf_counter()
 import trtdiff
 with trtdiff.load(sys.argv[1]) as pipeline:
     loaded = time.perf_counter()
-    pipeline("", steps=10)
+    pipeline("", steps=int(sys.argv[2]))
     first = time.perf_counter()
-    pipeline("", steps=10)
+    pipeline("", steps=int(sys.argv[2]))
     second = time.perf_counter()
 print(json.dumps({"load, s": loaded - began, "first picture, s": first - loaded, "second picture, s": second - first}))
 """
-    runs = [
-        json.loads(subprocess.run([sys.executable, "-c", code, str(bundle)], check=True, capture_output=True).stdout)
-        for _ in range(3)
-    ]
+    command = [sys.executable, "-c", code, str(bundle), str(steps)]
+    runs = [json.loads(subprocess.run(command, check=True, capture_output=True).stdout) for _ in range(3)]
     return min(runs, key=lambda run: sum(run.values()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("bundle", type=Path, nargs="?", help="measure a cold start of this bundle too")
+    parser.add_argument("--steps", type=int, default=10, help="of the cold start's picture  [default: 10]")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     figures: dict[str, Any] = {"machine": this_machine().processor, "cores": this_machine().cores}
@@ -168,7 +167,7 @@ def main() -> None:
     figures["load and run imports, s"] = round(fresh_process(["-c", "import trtdiff.pipeline"]), 3)
     figures["trtdiff --help, s"] = round(fresh_process(["-c", "from trtdiff.cli import main; main(['--help'])"]), 3)
     if arguments.bundle:
-        figures |= cold_start(arguments.bundle)
+        figures |= cold_start(arguments.bundle, arguments.steps)
     for name, value in figures.items():
         limit = next((bound for start, bound in LIMITS.items() if name.startswith(start)), None)
         print(f"{name:50} {value}" + (f"  (at most {limit})" if limit else ""))

@@ -105,6 +105,7 @@ REFUSED = {
     "steps that are a fraction": ({"steps": 2.5}, UsageError, "steps 2.5 is not a whole number"),
     "steps that are a truth": ({"steps": True}, UsageError, "steps True is not a whole number"),
     "no pictures": ({"count": 0}, UsageError, "count 0 is less than 1"),
+    "pictures without end": ({"prompts": ["a", "b"], "count": 10**9}, UsageError, "2000000000 pictures are more than"),
     "guidance NaN": ({"guidance": float("nan")}, UsageError, "guidance nan is not a finite number"),
     "guidance infinite": ({"guidance": float("inf")}, UsageError, "guidance inf is not a finite number"),
     "guidance negative": ({"guidance": -1}, UsageError, "guidance -1 is negative"),

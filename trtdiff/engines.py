@@ -62,6 +62,8 @@ class Engines:
     @classmethod
     def open(cls, path: Path, backend: str | None, threads: int | None) -> Self:
         """Open a bundle folder with a backend, or with the first that the bundle has engines for."""
+        if threads is not None and threads < 1:
+            raise UsageError(f"{threads} threads cannot compute anything", hint="give 1 or more, or leave it out")
         bundle = Bundle.open(path)
         if not bundle.manifest.engines:
             raise UsageError(

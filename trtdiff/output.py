@@ -38,7 +38,7 @@ class Output:
         if path.is_dir():
             raise UsageError(f"{path} is a folder", hint=f"name a file, for example {path / 'out.png'}")
         several = len(request.prompts) > 1 and request.count > 1
-        made = cls(path, len(request.shots), sheet, request.count if several else None)
+        made = cls(path, request.pictures, sheet, request.count if several else None)
         _check_writable(made.receipt)
         return made
 

@@ -30,6 +30,8 @@ LoopKind: TypeAlias = Literal["device", "host"]
 """`device`: sampler and guidance inside the engine. `host`: the sampler in numpy, the engine a plain denoiser."""
 Source: TypeAlias = str | Path | Image.Image
 
+MOST = 100_000
+"""Pictures of one request; more is a slip of the finger, and would be kept in memory until the last is done."""
 STRENGTH = 0.8
 """Of image-to-image, where none is asked for; diffusers' own default."""
 
@@ -76,6 +78,11 @@ class Request:
         return 2 if self.guidance > 1 else 1
 
     @property
+    def pictures(self) -> int:
+        """How many pictures were asked for."""
+        return len(self.prompts) * self.count
+
+    @property
     def shots(self) -> tuple[Shot, ...]:
         """Every picture in order, prompt by prompt."""
         return tuple(
@@ -111,6 +118,8 @@ def make_request(
     """Fill in what was left open and refuse what cannot be meant. Raises UsageError and ProfileError."""
     texts = _texts(prompts)
     number = _whole("count", count, least=1)
+    if len(texts) * number > MOST:
+        raise UsageError(f"{len(texts) * number} pictures are more than {MOST}", hint="make several requests")
     sources = _sources(image, len(texts), manifest)
     if strength is not None and not sources:
         raise UsageError("strength is for image-to-image, and no image was given", hint="give an image to start from")

@@ -83,6 +83,19 @@ def test_the_host_loop_is_recorded(go):
     assert (code, json.loads(out)["loop"]) == (0, "host")
 
 
+def test_negative_seeds_are_pytorch_s(go):
+    code, out, _ = go("a cat", "--seed", -1, "--json")
+    assert (code, json.loads(out)["pictures"][0]["seed"]) == (0, -1)
+
+
+def test_a_prompt_of_control_characters_survives_the_png(go):
+    prompt = "a\x00cat\x1b[31m\n\t\u2028 猫"
+    assert go(prompt)[0] == 0
+    assert read_parameters(Path("out.png"))["prompt"] == prompt
+    with Image.open("out.png") as image:
+        assert image.text["parameters"].startswith(prompt)
+
+
 def test_a_random_seed_is_printed(go):
     _, out, err = go("a cat", "--seed", "random", "--json")
     assert err == f"seed {json.loads(out)['pictures'][0]['seed']}\n"
@@ -101,6 +114,7 @@ REFUSED = {
     "steps without a table": (["a", "--steps", "101"], "no table for 101 steps"),
     "scheduler": (["a", "--scheduler", "eular"], "did you mean euler"),
     "seed": (["a", "--seed", "seven"], "seed 'seven' is not a whole number"),
+    "threads nought": (["a", "--threads", "0"], "0 threads"),
     "height": (["a", "--height", "60"], "nearest: 56 or 64"),
     "no such image": (["a", "--image", "gone.png"], "there is no picture gone.png"),
     "strength alone": (["a", "--strength", "0.5"], "no image was given"),
