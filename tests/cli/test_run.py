@@ -1,6 +1,10 @@
 """`trtdiff run`: the files it writes, the words it says, the numbers it ends with."""
 
+import contextlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -160,3 +164,48 @@ def test_an_interruption_keeps_what_was_finished_and_leaves_nothing_half_written
 def test_a_path_that_is_no_bundle(tmp_path, capsys):
     assert run(["run", str(tmp_path), "a cat"]) == 4
     assert "is not a bundle" in capsys.readouterr().err
+
+
+def on_a_terminal(bundle, folder, stdout):
+    """What a terminal of 100 columns shows of a run; `stdout` None: both streams go there."""
+    main, terminal = os.openpty()
+    code = "import sys; from trtdiff.cli import run; sys.exit(run(sys.argv[1:]))"
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "run",
+        str(bundle),
+        "a cat",
+        "--count",
+        "2",
+        "--steps",
+        "2",
+        "--threads",
+        "1",
+    ]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, cwd=folder, stdout=stdout or terminal, stderr=terminal, env=environment) as process:
+        os.close(terminal)
+        shown = b""
+        with contextlib.suppress(OSError):  # Linux ends a terminal that nobody holds with an error
+            while piece := os.read(main, 4096):
+                shown += piece
+    os.close(main)
+    assert process.returncode == 0
+    return shown.decode()
+
+
+def test_a_terminal_shows_progress_and_every_path_on_a_line_of_its_own(tiny_bundle, tmp_path):
+    shown = on_a_terminal(tiny_bundle, tmp_path, None)
+    assert "2/2" in shown
+    for path in ("out-0.png", "out-1.png", "out.json"):
+        assert f"\x1b[2K{path}\r\n" in shown  # the line was cleared of the bar first
+    assert "2 pictures in" in shown
+
+
+def test_a_pipe_gets_the_paths_alone_even_where_errors_go_to_a_terminal(tiny_bundle, tmp_path):
+    with (tmp_path / "list").open("wb") as pipe:
+        shown = on_a_terminal(tiny_bundle, tmp_path, pipe)
+    assert "2/2" in shown
+    assert (tmp_path / "list").read_text() == "out-0.png\nout-1.png\nout.json\n"

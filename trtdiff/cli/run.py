@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,12 +94,13 @@ def run(
             note(f"warning: {warning}")
         written: list[Path] = []
 
-        def save(picture: Picture) -> None:
-            written.append(out.write(picture))
-            if not as_json:
-                click.echo(written[-1])
+        with _progress_bar() as (progress, say):
 
-        with _progress_bar() as progress:
+            def save(picture: Picture) -> None:
+                written.append(out.write(picture))
+                if not as_json:
+                    say(str(written[-1]))
+
             result = pipeline.run(request, progress=progress, finished=save)
         for path in out.finish(result.pictures, result.receipt):
             if not as_json:
@@ -109,7 +110,8 @@ def run(
         click.echo(out.receipt.read_text(encoding="utf-8"), nl=False)
     elif sys.stderr.isatty():
         step = receipt.stages["step"]
-        note(f"{len(written)} in {receipt.seconds:.2f} s, {1000 * step.median:.1f} ms a step; loaded in {loaded:.2f} s")
+        pictures = "1 picture" if len(written) == 1 else f"{len(written)} pictures"
+        note(f"{pictures} in {receipt.seconds:.2f} s, {1000 * step.median:.1f} ms a step; loaded in {loaded:.2f} s")
 
 
 def _seed(text: str) -> int | None:
@@ -124,16 +126,22 @@ def _seed(text: str) -> int | None:
 
 
 @contextmanager
-def _progress_bar() -> Iterator["Progress | None"]:
-    """Show steps done and time left, on a terminal only."""
+def _progress_bar() -> Iterator[tuple["Progress | None", Callable[[str], None]]]:
+    """Show steps done and time left, on a terminal only; and give what prints a result past the bar."""
     if not sys.stderr.isatty():
-        yield None
+        yield None, click.echo
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
     columns = (TextColumn("denoising"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    with Bar(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+        def say(text: str) -> None:
+            """Print above the bar where both are on the terminal; else into the pipe."""
+            bar.console.print(text, markup=False) if sys.stdout.isatty() else click.echo(text)
+
+        yield lambda done, total: bar.update(task, completed=done, total=total), say
