@@ -8,6 +8,7 @@
    `_translations`. Where one has none, or writes into its input, the decompositions run after all.
 """
 
+import inspect
 import logging
 import math
 import re
@@ -56,12 +57,13 @@ def trace(spec: ComponentSpec, config: Config) -> "ir.Model":
         sizes = sizes_of(spec, TRACED_AT)
         with fake:
             example = tuple(torch.zeros(t.shape(sizes), dtype=getattr(torch, t.dtype)) for t in spec.inputs)
-        automatic = torch.export.Dim.AUTO
-        dynamic = tuple({i: automatic for i, dim in enumerate(t.dims) if isinstance(dim, str)} for t in spec.inputs)
+        symbolic = torch.export.Dim.DYNAMIC
+        dynamic = tuple({i: symbolic for i, dim in enumerate(t.dims) if isinstance(dim, str)} for t in spec.inputs)
         try:
             with torch.no_grad():
                 program = torch.export.export(module, example, dynamic_shapes=dynamic, strict=False)
         except Exception as error:  # torch raises whatever the model's own code does under tracing
+            _refuse_fixed_dim(error, module, spec)
             raise ExportError(
                 f"{spec.name} cannot be traced: {reason(error)}", where=_failing_module(error, module, spec)
             ) from error
@@ -110,20 +112,19 @@ def _translate(program: Any, spec: ComponentSpec) -> "ir.Model":
         model: ir.Model = made.model
         return model
 
+    first: Exception | None = None
+    if _functional(program):
+        program.run_decompositions = lambda *_: program  # already what the translation takes
+        try:
+            return to_onnx()
+        except Exception as error:  # noqa: BLE001 - the exporter's errors are private classes
+            first = error
+        del program.run_decompositions
     try:
-        if _functional(program):
-            program.run_decompositions = lambda *_: program  # already what the translation takes
-            try:
-                return to_onnx()
-            except Exception as error:  # the exporter's errors are private classes
-                if "No ONNX function found" not in str(error):
-                    raise
-            del program.run_decompositions
         return to_onnx()
     except Exception as error:  # the exporter's errors are private classes
-        raise ExportError(
-            f"{spec.name} cannot be translated to ONNX: {reason(error)}", where=_module_of_node(error, program, spec)
-        ) from error
+        where = _module_of_node(first or error, program, spec)
+        raise ExportError(f"{spec.name} cannot be translated to ONNX: {reason(error)}", where=where) from error
 
 
 def _functional(program: Any) -> bool:
@@ -147,6 +148,19 @@ def _translations() -> dict[Any, Any]:
 
 
 # --- saying what went wrong ------------------------------------------------------------------------------------------
+
+
+def _refuse_fixed_dim(error: BaseException, module: "torch.nn.Module", spec: ComponentSpec) -> None:
+    """Raise ExportError in the contract's words where some code made a dynamic dimension a number."""
+    found = re.search(r"L\['(\w+)'\]\.size\(\)\[(\d+)\].* specialized it to be a constant \((\d+)\)", str(error))
+    arguments = list(inspect.signature(module.forward).parameters)
+    if found is not None and found[1] in arguments:
+        tensor = spec.inputs[arguments.index(found[1])]
+        raise ExportError(
+            f"dimension {tensor.dims[int(found[2])]!r} became {found[3]} in the trace",
+            where=f"{spec.name}, input {tensor.name}",
+            hint="some code of the model depends on this size; the graph would not",
+        ) from error
 
 
 def _failing_module(error: BaseException, module: "torch.nn.Module", spec: ComponentSpec) -> str:
