@@ -1,6 +1,7 @@
 """What several test files share."""
 
 import json
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -135,13 +136,16 @@ def export_maker():
     return make_export
 
 
-# --- a whole pipeline, random and tiny, made by the real tools ---------------------------------------------------------
+# --- a whole pipeline, random and tiny, made by the real tools --------------------------------------------------------
 
-WORDS = "a an the red green blue small large photo picture of on in with cat dog house tree ship seven three".split()
+WORDS = (
+    "a", "an", "the", "red", "green", "blue", "small", "large", "photo", "picture", "of", "on", "in", "with", "cat",
+    "dog", "house", "tree", "ship", "seven", "three",
+)  # fmt: skip
 
 
 def write_tokenizer(folder: Path) -> int:
-    """Write a CLIP tokenizer over a few words: byte pairs that build them letter by letter. Gives its vocabulary size."""
+    """Write a CLIP tokenizer over a few words: byte pairs that build them letter by letter. Gives its size."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     letters = sorted(ByteLevel.alphabet())
@@ -231,7 +235,7 @@ TINY_STEPS = (1, 2, 6)
 
 
 def make_tiny_bundle(checkpoint: Path, folder: Path) -> Path:
-    """Export and build a checkpoint in this process: 1 to 4 images, 32 to 96 pixels, a few schedulers and step counts."""
+    """Export and build a checkpoint in this process: 1 to 4 images, 32 to 96 pixels, few schedulers and steps."""
     from functools import partial
 
     from trtdiff import build, worker
@@ -262,3 +266,18 @@ def make_tiny_bundle(checkpoint: Path, folder: Path) -> Path:
 def tiny_bundle(tiny_checkpoint, tmp_path_factory):
     """The tiny checkpoint as a bundle for ONNX Runtime. Tests copy it before they change it."""
     return make_tiny_bundle(tiny_checkpoint, tmp_path_factory.mktemp("built"))
+
+
+@pytest.fixture
+def changed_bundle(tiny_bundle, tmp_path):
+    """Copy the tiny bundle and change what its bundle.json says: `changed_bundle(lambda about: …)` gives the copy."""
+
+    def change(edit) -> Path:
+        copied = tmp_path / "changed"
+        shutil.copytree(tiny_bundle, copied)
+        about = json.loads((copied / "bundle.json").read_text())
+        edit(about)
+        (copied / "bundle.json").write_text(json.dumps(about))
+        return copied
+
+    return change

@@ -1,7 +1,5 @@
 """The runtime against diffusers' own pipelines, and against itself under every way of cutting a batch."""
 
-import json
-import shutil
 import threading
 
 import numpy as np
@@ -9,10 +7,7 @@ import pytest
 from PIL import Image
 
 import trtdiff
-from trtdiff.backends.onnxruntime import OnnxRuntime
-from trtdiff.errors import ArtefactError, MissingDependency, ProfileError, UsageError
 from trtdiff.execution import Execution
-from trtdiff.loop import NonFiniteError
 from trtdiff.request import make_request
 
 SCHEDULERS = {
@@ -213,8 +208,8 @@ def test_a_step_is_one_call_and_a_second_request_binds_nothing(tiny_bundle):
         assert counts == {"bind": 6, "call": 12, "run": 0}
 
 
-def test_a_profile_that_wants_more_images_than_are_left_is_filled(pipeline, tiny_bundle, tmp_path):
-    bundle = copy_with(tiny_bundle, tmp_path, lambda about: about["profile"]["dims"]["batch"].update(min=2, opt=2))
+def test_a_profile_that_wants_more_images_than_are_left_is_filled(pipeline, changed_bundle):
+    bundle = changed_bundle(lambda about: about["profile"]["dims"]["batch"].update(min=2, opt=2))
     with trtdiff.load(bundle, threads=1) as filled:
         result = filled("a cat", count=3, steps=2, batch=2)
     assert result.receipt.batches == (2, 1)
@@ -303,131 +298,3 @@ def test_words_that_do_not_fit_are_named(pipeline):
     (warning,) = result.receipt.warnings
     assert warning.endswith("these words were cut: " + "on the house " * 4 + "in a TREE")
     assert "16 tokens" in warning
-
-
-# --- what goes wrong
-
-
-def spoil(session, step, image, value):
-    """Let the denoiser's prediction of one image be `value` at one of 6 ddim steps."""
-    bind, calls = session.bind, []
-
-    def spoiled(buffers):
-        call = bind(buffers)
-        number = len(calls)
-        calls.append(call)
-
-        def broken():
-            call()
-            if number == step:
-                buffers["prediction"][image] = value
-
-        return broken
-
-    session.bind = spoiled
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_prediction_that_is_not_finite_is_found_with_its_step_and_picture(tiny_bundle, value):
-    with trtdiff.load(tiny_bundle, threads=1) as pipeline:
-        spoil(pipeline._engines.session("denoiser"), 2, 1, value)
-        with pytest.raises(
-            NonFiniteError, match=r"prediction at step 3 of 6 is not finite \(picture 2 of 2 in the batch\)"
-        ):
-            pipeline(PROMPTS, steps=6)
-        pipeline("a cat", steps=6, height=32)  # other buffers, and nothing is left over
-
-
-def test_a_picture_that_is_not_finite_blames_the_decoder(tiny_bundle):
-    with trtdiff.load(tiny_bundle, threads=1) as pipeline:
-        session = pipeline._engines.session("vae_decoder")
-        run = session.run
-        session.run = lambda feeds: {**(out := run(feeds)), "image": out["image"] * np.float32(np.nan)}
-        with pytest.raises(NonFiniteError, match="the VAE decoder's picture is not finite"):
-            pipeline("a cat", steps=1)
-
-
-def test_a_prompt_that_cannot_be_encoded_is_named(tiny_bundle):
-    with trtdiff.load(tiny_bundle, threads=1) as pipeline:
-        session = pipeline._engines.session("text_encoder")
-        session.run = lambda feeds: {"encoder_hidden_states": np.full((1, 16, 32), np.inf, np.float32)}
-        with pytest.raises(NonFiniteError, match=r"encoder_hidden_states of the prompt 'a cat' is not finite"):
-            pipeline("a cat", guidance=1, steps=1)
-
-
-def copy_with(bundle, tmp_path, change):
-    """Copy a bundle and change its bundle.json."""
-    copied = tmp_path / "copied"
-    shutil.copytree(bundle, copied)
-    about = json.loads((copied / "bundle.json").read_text())
-    change(about)
-    (copied / "bundle.json").write_text(json.dumps(about))
-    return copied
-
-
-def test_a_bundle_can_be_moved(pipeline, tiny_bundle, tmp_path):
-    shutil.copytree(tiny_bundle, tmp_path / "elsewhere/tiny")
-    with trtdiff.load(tmp_path / "elsewhere/tiny", threads=1) as moved:
-        assert moved("a cat", steps=2).receipt.pictures == pipeline("a cat", steps=2).receipt.pictures
-
-
-@pytest.mark.parametrize("name", ["", "nowhere", "bundle.json"])
-def test_a_path_that_is_no_bundle(tmp_path, name):
-    (tmp_path / "bundle.json").write_text("{")
-    path = tmp_path / name if name else tmp_path
-    with pytest.raises(ArtefactError, match="not a bundle" if name else "damaged"):
-        trtdiff.load(path)
-
-
-def test_a_family_that_is_not_known(tiny_bundle, tmp_path):
-    bundle = copy_with(tiny_bundle, tmp_path, lambda about: about.update(family="stable-diffusion-9"))
-    with pytest.raises(ArtefactError, match=r"no model family is called 'stable-diffusion-9'"):
-        trtdiff.load(bundle)
-
-
-def test_an_engine_file_that_was_changed(tiny_bundle, tmp_path):
-    bundle = copy_with(tiny_bundle, tmp_path, lambda about: None)
-    keys = json.loads((bundle / "bundle.json").read_text())["engines"]["onnxruntime"]
-    file = next(path for path in (bundle / "engines" / keys["denoiser"]).rglob("*") if path.suffix == ".safetensors")
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
-    with pytest.raises(ArtefactError, match=r"weights\.safetensors is damaged"):
-        trtdiff.load(bundle)
-
-
-def test_a_backend_that_the_bundle_lacks(tiny_bundle, tmp_path):
-    bundle = copy_with(tiny_bundle, tmp_path, lambda about: about.update(engines={"other": {}}))
-    with pytest.raises(UsageError, match=r"has no engines for onnxruntime(.|\n)*it has them for other"):
-        trtdiff.load(bundle, backend="onnxruntime")
-
-
-def test_a_backend_that_does_not_exist(tiny_bundle):
-    with pytest.raises(UsageError, match=r"no backend is called 'abacus'(.|\n)*onnxruntime"):
-        trtdiff.load(tiny_bundle, backend="abacus")
-
-
-def test_a_backend_that_is_not_installed_names_the_extra(tiny_bundle, monkeypatch):
-    def missing(self):
-        raise MissingDependency("onnxruntime is not installed", hint="pip install 'trtdiff[cpu]'")
-
-    monkeypatch.setattr(OnnxRuntime, "toolchain", missing)
-    with pytest.raises(MissingDependency, match=r"trtdiff\[cpu\]") as caught:
-        trtdiff.load(tiny_bundle)
-    assert caught.value.exit_code == 5
-
-
-def test_steps_without_a_table_say_which_there_are(pipeline):
-    with pytest.raises(UsageError, match=r"no table for 101 steps(.|\n)*compiled: 1 … 2, 6"):
-        pipeline("a cat", steps=101)
-
-
-def test_sizes_outside_the_profile_are_refused_before_anything_runs(pipeline):
-    with pytest.raises(ProfileError, match=r"height 128 was asked, the engines take 32 to 96"):
-        pipeline("a cat", height=128, progress=lambda *_: pytest.fail("it ran"))
-
-
-def test_a_closed_pipeline_says_so(tiny_bundle):
-    pipeline = trtdiff.load(tiny_bundle, threads=1)
-    pipeline.close()
-    pipeline.close()
-    with pytest.raises(UsageError, match="closed"):
-        pipeline("a cat")
