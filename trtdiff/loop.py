@@ -2,14 +2,11 @@
 
 Everything that a step reads lies ready when the loop begins: the window of the latent log, this step's coefficients,
 timestep and scale as rows of arrays for the whole run, conditions and guidance weights. Call i always sees the same
-addresses, so it is bound once and used again by every later request of the same shape. A noise is drawn by a second
-thread while the network runs, into its slot of the log, which that step does not read.
+addresses, so it is bound once and used again by every later request of the same shape.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +15,7 @@ from trtdiff.backends.base import Session
 from trtdiff.errors import TrtdiffError, UsageError
 from trtdiff.latent_log import ENTRY, LatentLog, slots_for
 from trtdiff.noise import TorchStream
+from trtdiff.noise_ahead import NoiseAhead
 from trtdiff.sampler import SamplerTable, run_loop, stack_tables
 from trtdiff.types import Array
 
@@ -96,17 +94,16 @@ class DenoisingLoop:
         self._fixed["guidance"][...] = guidance[:, None]
         self._write_rows(table)
         draws, seconds = table.draws.tolist(), []
-        with ThreadPoolExecutor(1) if table.stochastic else nullcontext() as helper:
+        with NoiseAhead(start.draw, start.noise.shape, int(table.draws.sum())) as noises:
             before = time.perf_counter()
             for number in range(table.calls):
                 if number == len(self._calls):
                     self._calls.append(self._bind(number))
-                drawing = helper.submit(start.draw, log.noise) if helper and draws[number] else None
                 self._calls[number]()
                 if watch:
                     check_finite(log.prediction, f"the denoiser's prediction at step {number + 1} of {table.calls}")
-                if drawing is not None:
-                    drawing.result()
+                if draws[number]:
+                    log.noise[...] = noises.take()
                 log.advance()
                 now = time.perf_counter()
                 seconds.append(now - before)

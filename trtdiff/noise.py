@@ -55,7 +55,7 @@ class TorchStream:
         return out
 
     def _uniform(self, count: int) -> npt.NDArray[np.float32]:  # in [0, 1), multiples of 2**-24
-        words = np.frombuffer(self._words.bytes(4 * count), "<u4")
+        words = self._words.randint(0, 1 << 32, count, dtype=np.uint32)  # as `bytes`, faster, and without the GIL
         return (words & np.uint32(0xFFFFFF)).astype(np.float32) * np.float32(2**-24)
 
     def _short(self, count: int) -> npt.NDArray[np.float32]:
