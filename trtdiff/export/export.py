@@ -7,6 +7,7 @@
 `export_component` does the same for one component that no family describes.
 """
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -151,10 +152,13 @@ def export_components(
     reporter: Reporter | None = None,
 ) -> Iterable[tuple[ComponentSpec, ExportedComponent, ComponentReport]]:
     """Export components that share one folder's config and weights into `out`; one placement serves them all."""
+    from trtdiff.export.check import check_graph, memory_for_check, require_onnxruntime
     from trtdiff.export.graph import canonical_graph, needed_weights
     from trtdiff.export.trace import trace
 
     reporter = reporter or Silence()
+    if check:
+        require_onnxruntime()
     models: list[ir.Model] = []
     seconds: list[float] = []
     for spec in specs:
@@ -176,21 +180,17 @@ def export_components(
         component, nodes = _write(models.pop(0), spec, used, out, reporter)
         checks: tuple[CheckPoint, ...] = ()
         if check:
-            from trtdiff.export.check import check_graph
-
-            reporter.stage(f"{spec.name}: comparing with PyTorch")
+            memory = memory_for_check(_elements(need)) / 1e9
+            reporter.stage(f"{spec.name}: comparing with PyTorch, {memory:.1f} GB")
             checks = check_graph(out / component.graph, spec, config, used)
-        yield (
-            spec,
-            component,
-            ComponentReport(
-                nodes,
-                (out / component.graph).stat().st_size,
-                sum(ref.nbytes for ref in used.values()),
-                spent + time.monotonic() - began,
-                checks,
-            ),
+        report = ComponentReport(
+            nodes,
+            graph_bytes=(out / component.graph).stat().st_size,
+            weight_bytes=sum(ref.nbytes for ref in used.values()),
+            seconds=spent + time.monotonic() - began,
+            checks=checks,
         )
+        yield spec, component, report
 
 
 def _write(
@@ -221,13 +221,13 @@ def _write(
 
 
 def _require_memory(specs: Sequence[ComponentSpec], needs: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
-    import math
-
     from trtdiff.export.check import require_memory
 
-    require_memory(
-        {s.name: sum(math.prod(shape) for shape in need.values()) for s, need in zip(specs, needs, strict=True)}
-    )
+    require_memory({spec.name: _elements(need) for spec, need in zip(specs, needs, strict=True)})
+
+
+def _elements(need: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in need.values())
 
 
 def _described(family: ModelFamily, checkpoint: Checkpoint) -> tuple[ComponentSpec, ...]:
