@@ -141,7 +141,7 @@ class ShapeProfile:
 class Tolerance:
     """How far a result may be from its reference. There are no defaults: whoever compares states a bound.
 
-    `relative_l2` is ‖got − expected‖₂ / ‖expected‖₂; `levels` the largest difference of 8-bit image values.
+    `relative_l2` is ‖got - expected‖₂ / ‖expected‖₂; `levels` the largest difference of 8-bit image values.
     """
 
     relative_l2: float
