@@ -23,7 +23,7 @@ demo: $(READY)
 	$(BIN)/trtdiff export checkpoints/digits
 	$(BIN)/trtdiff build exports/digits
 	$(BIN)/trtdiff run engines/digits "a handwritten seven, red ink on a yellow page" \
-	    "a handwritten three, blue ink on a white page" "the digit 5 in green on black paper" \
+	    "a handwritten three, blue ink on a white page" "the digit 5 in white on black paper" \
 	    --count 4 --seed 7 --grid -o engines/demo.png
 	$(BIN)/trtdiff check engines/digits --against checkpoints/digits
 	@echo "pictures: engines/demo.png"
