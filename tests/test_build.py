@@ -161,7 +161,7 @@ def test_an_unchanged_rebuild_does_nothing_and_says_why(built, monkeypatch):
 def test_an_unchanged_rebuild_imports_no_compiler(built):
     program = """
 import sys
-from trtdiff.cli import run
+from trtdiff.cli import exit_code as run
 assert run(["build"]) == 0
 heavy = {"torch", "diffusers", "transformers", "onnx", "onnx_ir", "onnxruntime", "tokenizers"} & set(sys.modules)
 assert not heavy, heavy

@@ -23,7 +23,9 @@ def test_importing_the_package_loads_not_even_numpy():
 @pytest.mark.parametrize("help_of", [[], ["run"]])
 def test_help_loads_no_numeric_library(help_of):
     arguments = [*help_of, "--help"]
-    assert not loaded(f"from trtdiff.cli import run; run({arguments!r})") & (HEAVY | {"numpy", "PIL", "onnxruntime"})
+    assert not loaded(f"from trtdiff.cli import exit_code; exit_code({arguments!r})") & (
+        HEAVY | {"numpy", "PIL", "onnxruntime"}
+    )
 
 
 def test_a_whole_run_loads_nothing_heavy(tiny_bundle, tmp_path):

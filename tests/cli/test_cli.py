@@ -2,7 +2,8 @@ import pytest
 from click.testing import CliRunner
 
 from trtdiff import __version__
-from trtdiff.cli import COMMANDS, cli, run
+from trtdiff.cli import COMMANDS, cli
+from trtdiff.cli import exit_code as run
 from trtdiff.errors import TrtdiffError
 
 
@@ -23,9 +24,7 @@ def test_help_lists_every_verb_and_imports_none():
     import subprocess
     import sys
 
-    code = (
-        "import sys; from trtdiff.cli import run; run(['--help']); print([m for m in sys.modules if 'diff.cli.' in m])"
-    )
+    code = "import sys, trtdiff.cli as c; c.exit_code(['--help']); print([m for m in sys.modules if '.cli.' in m])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert all(verb in done.stdout for verb in COMMANDS)
     assert done.stdout.splitlines()[-1] == "[]"

@@ -5,7 +5,7 @@ import sys
 import onnxruntime
 import torch
 
-from trtdiff.cli import run
+from trtdiff.cli import exit_code as run
 from trtdiff.cli.doctor import diagnose
 
 

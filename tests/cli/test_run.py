@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from trtdiff.cli import run
+from trtdiff.cli import exit_code as run
 from trtdiff.images import pixel_digest, read_parameters
 from trtdiff.receipt import Receipt
 
@@ -169,7 +169,7 @@ def test_a_path_that_is_no_bundle(tmp_path, capsys):
 def on_a_terminal(bundle, folder, stdout):
     """What a terminal of 100 columns shows of a run; `stdout` None: both streams go there."""
     main, terminal = os.openpty()
-    code = "import sys; from trtdiff.cli import run; sys.exit(run(sys.argv[1:]))"
+    code = "import sys; from trtdiff.cli import main; main(sys.argv[1:])"
     command = [
         sys.executable,
         "-c",

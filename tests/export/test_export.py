@@ -173,7 +173,7 @@ def in_new_process(*arguments, **environment):
     import os
 
     code = (
-        "import sys; from trtdiff.cli import run; code = run(sys.argv[1:]);"
+        "import sys; from trtdiff.cli import exit_code; code = exit_code(sys.argv[1:]);"
         "print('torch' in sys.modules, file=sys.stderr); sys.exit(code)"
     )
     return subprocess.run(
@@ -249,7 +249,7 @@ def test_unknown_components_are_named(tiny_checkpoint, tmp_path):
 
 
 def test_the_command_says_that_nothing_changed(copied, tiny_checkpoint, capsys):
-    from trtdiff.cli import run as cli
+    from trtdiff.cli import exit_code as cli
 
     assert cli(["export", str(tiny_checkpoint), "-o", str(copied)]) == 0
     said = capsys.readouterr()

@@ -216,7 +216,7 @@ def test_comparing_nothing_never_passes():
 
 def test_help_imports_nothing_heavy():
     code = (
-        "import sys; from trtdiff.cli import run; run(['export', '--help']);"
+        "import sys; from trtdiff.cli import exit_code; exit_code(['export', '--help']);"
         "print({'torch', 'onnx', 'diffusers', 'onnx_ir'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

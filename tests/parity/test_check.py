@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from trtdiff.checkpoint import Checkpoint
-from trtdiff.cli import run
+from trtdiff.cli import exit_code as run
 from trtdiff.errors import ArtefactError, UsageError
 from trtdiff.parity import check as parity_check
 from trtdiff.parity.check import Check, parse_points

@@ -67,10 +67,10 @@ def cli() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; an error of ours is printed as what, where and what to do, and becomes its exit code."""
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    sys.exit(exit_code(sys.argv[1:] if arguments is None else arguments))
 
 
-def run(arguments: list[str]) -> int:
+def exit_code(arguments: list[str]) -> int:
     """Give the exit code of one command line."""
     try:
         result: Any = cli.main(arguments, prog_name="trtdiff", standalone_mode=False)
