@@ -412,3 +412,10 @@ def test_a_graph_that_cannot_be_read_names_it(workspace):
     with pytest.raises(BuildError, match="the graph cannot be read") as caught:
         call()
     assert caught.value.where.endswith("denoiser.onnx")
+
+
+def test_a_profile_name_with_spaces_is_the_same_name():
+    from trtdiff.types import ShapeProfile
+
+    with pytest.raises(UsageError, match="twice"):
+        ShapeProfile.parse("batch=1, batch =2")

@@ -107,12 +107,11 @@ def test_a_key_survives_json_and_the_order_of_fields(spec):
 @given(specs, specs)
 def test_keys_are_equal_exactly_where_specs_do_not_differ(one, other):
     one, other = as_json(one), as_json(other)
-    pruned = [{name: value for name, value in spec.items() if value is not None} for spec in (one, other)]
-    same = key_of(pruned[0]) == key_of(pruned[1])
-    if same:
-        assert list(differences(*pruned)) == []
-    if not list(differences(one, other)):
-        assert one == other or same
+    assert (key_of(one) == key_of(other)) == (list(differences(one, other)) == [])
+
+
+def test_none_is_a_value_and_absence_is_not():
+    assert list(differences({"x": None}, {})) == [("x", None, "(absent)")]
 
 
 def test_a_difference_names_the_nested_field():
@@ -124,7 +123,7 @@ def test_a_difference_names_the_nested_field():
         ("recipe.passes[1]", "two", "three"),
     ]
     absent = replace(SPEC, options={})
-    assert list(differences(spec_json(SPEC), spec_json(absent))) == [("options.level", 3, None)]
+    assert list(differences(spec_json(SPEC), spec_json(absent))) == [("options.level", 3, "(absent)")]
 
 
 # --- put and get -----------------------------------------------------------------------------------------------------

@@ -115,7 +115,9 @@ def survey_bundle(plan: BuildPlan, out: Path, store: Store, *, fresh: bool = Fal
     pieces = []
     for planned in _every(plan):
         name = _name(planned)
-        if not problem and found.get(name) == wanted[name]:
+        # tables lie in a bundle without a manifest: where something changed, they come from the store or are made
+        usable = planned is not plan.samplers or not changes or _in_store(store, planned.key)
+        if not problem and usable and found.get(name) == wanted[name]:
             state: State = "fresh"
         else:
             state = "in store" if _in_store(store, planned.key) else "to make"
@@ -146,7 +148,7 @@ def build(
         survey = survey_bundle(plan, out, store, fresh=verify)
         if survey.up_to_date and not force:
             return Report(out, survey, survey.pieces, time.monotonic() - began)
-        _preflight(plan, survey, export, out, store, force=force, tell=tell)
+        _preflight(plan, survey, export, out, force=force, tell=tell)
         entries, pieces = {}, []
         fresh = {piece.key for piece in survey.pieces if piece.state == "fresh" and not force}
         for planned in _every(plan):
@@ -154,6 +156,8 @@ def build(
             entry, piece = _make(planned, export, source, force=force, timeout=timeout, tell=tell)
             entries[piece.name] = entry
             pieces.append(piece)
+        for name, reason in entries["samplers"].manifest.realised.get("refused", {}).items():
+            tell.note(f"warning: scheduler {name} is left out of the bundle: {reason}")
         _assemble(plan, entries, export, out)
     return Report(out, survey, tuple(pieces), time.monotonic() - began)
 
@@ -211,20 +215,18 @@ def _task(planned: Planned, export: Path, folder: Path) -> tuple[str, Mapping[st
     }
 
 
-def _preflight(
-    plan: BuildPlan, survey: Survey, export: Path, out: Path, store: Store, *, force: bool, tell: Listener
-) -> None:
+def _preflight(plan: BuildPlan, survey: Survey, export: Path, out: Path, *, force: bool, tell: Listener) -> None:
     """Refuse what will not fit, before anything is begun."""
     states = {piece.name: piece.state for piece in survey.pieces}
     room = 0
     for planned in plan.engines:
         needs = engine_needs(planned, export)
         room += needs.disk
-        if force or states[planned.name] == "to make" or not _in_store(store, planned.key):
+        if force or states[planned.name] == "to make":
             room += needs.disk
             tell.note(f"{planned.name}: about {size(needs.memory)} of memory, {size(needs.disk)} of disk")
             check_memory(planned.name, needs.memory)
-    if not _in_store(store, plan.samplers.key):
+    if force or states[_name(plan.samplers)] == "to make":
         check_memory("compiling the schedulers", _SAMPLERS_MEMORY)
     check_disk(out, room)
 

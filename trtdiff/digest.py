@@ -31,8 +31,7 @@ def digest(value: Any) -> str:
 
 def file_digest(path: Path, *, fresh: bool = False, progress: Callable[[int], None] | None = None) -> str:
     """Hexadecimal sha256 of a file; remembered by identity, size and time unless `fresh`."""
-    status = path.stat()
-    identity = f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
+    identity = _identity(path)
     if not fresh and (known := _remembered(identity)):
         return known
     hasher = hashlib.sha256()
@@ -42,14 +41,22 @@ def file_digest(path: Path, *, fresh: bool = False, progress: Callable[[int], No
             if progress is not None:
                 progress(len(chunk))
     found = hasher.hexdigest()
-    remember(path, found)
+    if _identity(path) == identity:  # a file that changed while it was read is not remembered
+        _store(identity, found)
     return found
 
 
 def remember(path: Path, known: str) -> None:
     """Record a digest computed while the file was written, so that it is never read for it again."""
+    _store(_identity(path), known)
+
+
+def _identity(path: Path) -> str:
     status = path.stat()
-    identity = f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
+    return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
+
+
+def _store(identity: str, known: str) -> None:
     try:
         with closing(_memo()) as memo, memo:
             memo.execute("INSERT OR REPLACE INTO digests VALUES (?, ?)", (identity, known))

@@ -19,6 +19,8 @@ from trtdiff.types import TensorSpec
 
 MANIFEST_SCHEMA = 1
 MANIFEST_FILE = "manifest.json"
+ABSENT = "(absent)"
+"""Stands in a difference for what one side does not have."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +126,12 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (field path, old value, new value) wherever two JSON-like values differ; None stands for absent."""
+    """Yield (field path, old value, new value) wherever two JSON-like values differ; an absent one reads `(absent)`."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in dict.fromkeys((*old, *new)):
-            yield from differences(old.get(name), new.get(name), f"{path}.{name}" if path else str(name))
+            yield from differences(
+                old.get(name, ABSENT), new.get(name, ABSENT), f"{path}.{name}" if path else str(name)
+            )
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for place, pair in enumerate(zip(old, new, strict=True)):
             yield from differences(*pair, f"{path}[{place}]")

@@ -102,12 +102,12 @@ class ShapeProfile:
         """Read `batch=1:1:4,height=256:512:1024`."""
         dims = {}
         for item in filter(None, (part.strip() for part in text.split(","))):
-            name, equals, span = item.partition("=")
+            name, equals, span = (piece.strip() for piece in item.partition("="))
             if not equals or not name:
                 raise UsageError(f"{item!r} is not a profile entry", where="--profile", hint="write batch=1:1:4")
             if name in dims:
                 raise UsageError(f"{name} is given twice", where="--profile")
-            dims[name.strip()] = DimRange.parse(span, where=f"--profile {name}")
+            dims[name] = DimRange.parse(span, where=f"--profile {name}")
         return cls(dims)
 
     def merged(self, other: "ShapeProfile") -> "ShapeProfile":

@@ -41,3 +41,12 @@ def test_it_imports_none_of_what_it_reports():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_the_extra_to_install_is_printed_with_its_brackets(monkeypatch, capsys):
+    from trtdiff.cli import doctor
+
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else "1.0")
+    assert run(["doctor"]) == 0
+    assert "trtdiff[compile]" in capsys.readouterr().out

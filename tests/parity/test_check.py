@@ -107,3 +107,27 @@ def test_unknown_shapes_are_refused(text):
     with pytest.raises(UsageError, match="no shape"):
         parse_points(text)
     assert parse_points("max, min") == ("min", "max")
+
+
+@pytest.mark.parametrize("options", [["--scheduler", "eulr"], ["--steps", "101"], ["--steps", "0"]])
+def test_a_request_that_cannot_run_is_refused_before_anything_does(tiny_bundle, tiny_checkpoint, options, monkeypatch):
+    monkeypatch.setattr(Reference, "__init__", lambda *_: pytest.fail("the reference was loaded"))
+    assert run(["check", str(tiny_bundle), "--against", str(tiny_checkpoint), *options]) == 2
+
+
+def test_one_step_leaves_image_to_image_out_and_says_so(tiny_bundle, tiny_checkpoint, capsys):
+    command = [
+        "check",
+        str(tiny_bundle),
+        "--against",
+        str(tiny_checkpoint),
+        "--steps",
+        "1",
+        "--shapes",
+        "opt",
+        "--json",
+    ]
+    assert run(command) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert not any(row["name"].startswith("image to image") for row in report["results"])
+    assert "image to image not checked" in report["verdict"]

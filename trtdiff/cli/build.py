@@ -136,8 +136,6 @@ def _report_words(report: "Report", *, force: bool) -> Iterator[str]:
 
 def _shown(value: Any) -> str:
     """Write a value of a spec: digests by their first digits."""
-    if value is None:
-        return "(absent)"
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return f"{text[:12]}…" if len(text) == 64 and set(text) <= set("0123456789abcdef") else text
 

@@ -138,6 +138,7 @@ def doctor(*, as_json: bool) -> None:
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console(highlight=False)
     machine = Table.grid(padding=(0, 2))
@@ -151,7 +152,7 @@ def doctor(*, as_json: bool) -> None:
         "GPU": ", ".join(found.gpus) or "none that an NVIDIA driver shows",
     }
     for name, value in facts.items():
-        machine.add_row(name, value)
+        machine.add_row(name, Text(str(value)))
     console.print(machine)
     table = Table("extra", "library", "installed")
     for extra, libraries in found.libraries.items():
@@ -160,7 +161,7 @@ def doctor(*, as_json: bool) -> None:
     console.print(table)
     abilities = Table("to", "this machine can")
     for verb, answer in found.can.items():
-        abilities.add_row(verb, answer)
+        abilities.add_row(verb, Text(answer))
     console.print(abilities)
     for problem in found.problems:
-        console.print(f"[yellow]problem:[/yellow] {problem}")
+        console.print(Text(f"problem: {problem}", style="yellow"))

@@ -12,13 +12,14 @@ from PIL import Image
 from trtdiff.checkpoint import Checkpoint
 from trtdiff.engines import Engines
 from trtdiff.errors import ArtefactError, UsageError
+from trtdiff.execution import Execution
 from trtdiff.families import family
 from trtdiff.families.base import ComponentSpec
 from trtdiff.latent_log import ENTRY
 from trtdiff.machine import available_memory
 from trtdiff.parity.compare import ParityResult
 from trtdiff.parity.components import Case, check_component
-from trtdiff.parity.pictures import check_pictures
+from trtdiff.parity.pictures import check_pictures, compiled_request
 from trtdiff.parity.plan import Cost, cost
 from trtdiff.parity.reference import PictureRequest, Reference
 from trtdiff.types import Point, Tolerance
@@ -107,6 +108,8 @@ class Report:
         worst = [result for result in self.results if not result.passed]
         left = [point for point in POINTS if point not in self.points]
         scope = f"at the {', '.join(self.points)} shapes" + (f" only ({', '.join(left)} not checked)" if left else "")
+        if not any(result.name.startswith("image to image") for result in self.results):
+            scope += ", image to image not checked"
         if self.passed:
             return f"parity holds {scope}: {len(self.results)} comparisons"
         return f"parity FAILED {scope}: {len(worst)} of {len(self.results)} comparisons are outside the tolerance"
@@ -151,9 +154,9 @@ class Check:
         seed: int = 0,
         scheduler: str | None = None,
     ) -> PictureRequest:
-        """Say which pictures are compared: as many as the profile's tuned batch and never fewer than asked."""
+        """Say which pictures are compared. Raises UsageError for what the bundle cannot run, before anything is run."""
         facts, opt = self.manifest.facts, self.manifest.profile.sizes("opt")
-        return PictureRequest(
+        request = PictureRequest(
             prompts=tuple(prompts) or PROMPTS,
             negative=negative,
             seed=seed,
@@ -163,6 +166,19 @@ class Check:
             width=opt["width"],
             scheduler=scheduler or self.manifest.samplers[0],
         )
+        Execution(self.engines, compiled_request(self.engines, request))
+        return request
+
+    def source(self, request: PictureRequest) -> Image.Image | None:
+        """Give the picture that image-to-image starts from; None where the bundle has no step for it to take."""
+        if "vae_encoder" not in {spec.name for spec in self.specs()}:
+            return None
+        image = _source(request)
+        try:
+            Execution(self.engines, compiled_request(self.engines, request, image))
+        except UsageError:
+            return None
+        return image
 
     def plan(self, points: Sequence[Point]) -> list[Planned]:
         """Count what every comparison will take, largest shape first."""
@@ -218,8 +234,8 @@ class Check:
 
             yield from check_component(item.case, session, module, tolerance.relative_l2)
         yield from check_pictures(self.engines, reference, request, tolerance)
-        if any(item.case.spec.name == "vae_encoder" for item in planned):
-            yield from check_pictures(self.engines, reference, request, tolerance, _source(request))
+        if (image := self.source(request)) is not None:
+            yield from check_pictures(self.engines, reference, request, tolerance, image)
 
     def _vocabulary(self) -> int:
         return min(int(config["vocab_size"]) for config in self.checkpoint.configs.values() if "vocab_size" in config)

@@ -9,7 +9,7 @@ from trtdiff.engines import Engines
 from trtdiff.execution import Execution
 from trtdiff.parity.compare import ParityResult, compare_pictures, compare_trajectories
 from trtdiff.parity.reference import PictureRequest, Pictures, Reference
-from trtdiff.request import make_request
+from trtdiff.request import Request, make_request
 from trtdiff.types import Array, Tolerance
 
 
@@ -31,26 +31,28 @@ def check_pictures(
 def compiled_pictures(engines: Engines, request: PictureRequest, image: Image.Image | None = None) -> Pictures:
     """Run the request on the engines, and keep what diffusers' callback shows: the latent after every step."""
     seen: list[Array] = []
-    execution = Execution(
-        engines,
-        make_request(
-            engines.manifest,
-            list(request.prompts),
-            negative=[request.negative] * len(request.prompts),
-            steps=request.steps,
-            guidance=request.guidance,
-            seed=request.seed,
-            height=request.height,
-            width=request.width,
-            scheduler=request.scheduler,
-            image=image,
-            strength=None if image is None else request.strength,
-        ),
-        watcher=lambda latent: seen.append(latent.copy()),
-    )
+    asked = compiled_request(engines, request, image)
+    execution = Execution(engines, asked, watcher=lambda latent: seen.append(latent.copy()))
     pictures = list(execution.pictures())
     pixels = np.stack([np.asarray(picture.image) for picture in pictures])
     calls = len(seen) // execution.batches
     latents = [np.concatenate(seen[call::calls])[: len(pictures)] for call in range(1, calls)]  # x_0 is the start
     latents.append(np.stack([picture.latent for picture in pictures]))
     return Pictures(np.stack(latents), pixels)
+
+
+def compiled_request(engines: Engines, request: PictureRequest, image: Image.Image | None = None) -> Request:
+    """Say in the runtime's words what is asked of both sides. Raises UsageError where it cannot be meant."""
+    return make_request(
+        engines.manifest,
+        list(request.prompts),
+        negative=[request.negative] * len(request.prompts),
+        steps=request.steps,
+        guidance=request.guidance,
+        seed=request.seed,
+        height=request.height,
+        width=request.width,
+        scheduler=request.scheduler,
+        image=image,
+        strength=None if image is None else request.strength,
+    )
