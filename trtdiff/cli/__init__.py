@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from trtdiff import __version__
+from trtdiff.cli.options import HELP
 from trtdiff.errors import TrtdiffError
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -52,7 +53,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=LazyGroup, context_settings=HELP)
 @click.version_option(__version__, prog_name="trtdiff")
 def cli() -> None:
     """Compile diffusion checkpoints into engines, run them without PyTorch, prove that the pictures are the same.

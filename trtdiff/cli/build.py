@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtdiff.cli.options import ENGINES, EXPORTS, json_option, note, only_folder
+from trtdiff.cli.options import ENGINES, EXPORTS, HELP, json_option, note, only_folder
 
 if TYPE_CHECKING:
     from trtdiff.build import Report, Survey
 
 
-@click.command()
+@click.command(context_settings=HELP)
 @click.argument("folder", required=False, type=click.Path(path_type=Path))
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="The bundle's folder. Default: engines/NAME.")
 @click.option("--target", help="What the engines are for: cpu. Default: the best that this machine can run.")

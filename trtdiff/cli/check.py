@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtdiff.cli.options import ENGINES, json_option, note, only_folder
+from trtdiff.cli.options import ENGINES, HELP, json_option, note, only_folder
 
 if TYPE_CHECKING:
     from trtdiff.parity.check import Planned, Report
     from trtdiff.parity.compare import ParityResult
 
 
-@click.command()
+@click.command(context_settings=HELP)
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
 @click.option("--against", "checkpoint", required=True, metavar="CHECKPOINT", help="The checkpoint: folder or hub id.")
 @click.option("--revision", help="Commit, tag or branch of a hub checkpoint.")

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from trtdiff import __version__
-from trtdiff.cli.options import json_option
+from trtdiff.cli.options import HELP, json_option
 from trtdiff.machine import available_memory, physical_cores
 
 VERBS: dict[str, tuple[str, ...]] = {
@@ -123,7 +123,7 @@ def _cpu() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-@click.command()
+@click.command(context_settings=HELP)
 @json_option
 def doctor(*, as_json: bool) -> None:
     """Say what this machine can export, build and run, and what is missing.

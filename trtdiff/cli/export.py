@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtdiff.cli.options import EXPORTS, json_option, note
+from trtdiff.cli.options import EXPORTS, HELP, json_option, note
 
 if TYPE_CHECKING:
     from trtdiff.export.export import Export, Reporter
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 DTYPES = ("stored", "float32", "float16", "bfloat16")
 
 
-@click.command()
+@click.command(context_settings=HELP)
 @click.argument("checkpoint")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to make.  [default: exports/NAME]")
 @click.option("--revision", help="Commit, tag or branch of a hub checkpoint.")

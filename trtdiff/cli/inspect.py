@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from trtdiff.cli.options import json_option
+from trtdiff.cli.options import HELP, json_option
 
 
-@click.command()
+@click.command(context_settings=HELP)
 @click.argument("path", type=click.Path(path_type=Path))
 @json_option
 def inspect(path: Path, *, as_json: bool) -> None:

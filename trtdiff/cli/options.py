@@ -17,6 +17,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 EXPORTS = Path("exports")
 ENGINES = Path("engines")
 
+HELP = {"help_option_names": ["-h", "--help"]}
+"""Context settings of every command, so that `-h` works wherever one is called from."""
+
 
 def json_option(command: F) -> F:
     """`--json`: one JSON document on standard output instead of words."""

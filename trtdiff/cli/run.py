@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trtdiff.cli.options import json_option, note
+from trtdiff.cli.options import HELP, json_option, note
 
 if TYPE_CHECKING:
     from trtdiff.execution import Progress
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PATH = click.Path(path_type=Path)
 
 
-@click.command()
+@click.command(context_settings=HELP)
 @click.argument("bundle", type=PATH)
 @click.argument("prompts", nargs=-1, metavar="PROMPT...")
 @click.option("-o", "--output", type=PATH, default=Path("out.png"), show_default=True,
