@@ -37,7 +37,8 @@ Palette = dict[str, tuple[int, int, int]]
 
 PASS = 0.97
 BELOW = 3  # the exit code of a verdict below PASS
-MARGIN = 2  # pixels: what surrounds MNIST's 28 x 28 in a picture of 32 x 32, always page
+SIZE = 32  # pixels; a digit's own 28 without their empty margin of 2, enlarged
+CORNER = 4  # pixels: the side of the four squares that no digit reaches
 INK_SHARE = 0.025  # of the pixels: the core of the strokes, even of a thin one
 
 
@@ -103,8 +104,8 @@ def judge(
 ) -> list[Reading]:
     """Read every picture; the i-th answers the i-th question. A picture is right where its reading says what was asked.
 
-    Colours: the page is the mean of the border, where no digit reaches; the ink is the mean of the pixels farthest from
-    the page, in RGB. Each is then called by the nearest of the colours that the checkpoint was taught for it.
+    Colours: the page is the mean of the corners, where no digit reaches; the ink is the mean of the pixels farthest
+    from the page, in RGB. Each is then called by the nearest of the colours that the checkpoint was taught for it.
 
     Digit: ink coverage is how far each pixel lies on the way from page to ink, 0 to 1, which is what real digits are
     stored as; so the reader sees no colour, and a wrong colour costs no digit.
@@ -126,15 +127,14 @@ def judge(
 
 
 def colours(picture: Array) -> tuple[Array, Array, Array]:
-    """Ink [3], page [3] and the coverage [28, 28] of a picture [32, 32, 3] in 0..255."""
-    inside = np.zeros(picture.shape[:2], dtype=bool)
-    inside[MARGIN:-MARGIN, MARGIN:-MARGIN] = True
-    page = picture[~inside].mean(axis=0)
+    """Ink [3], page [3] and the coverage [32, 32] of a picture [32, 32, 3] in 0..255."""
+    edge = np.r_[0:CORNER, SIZE - CORNER : SIZE]
+    page = picture[np.ix_(edge, edge)].mean(axis=(0, 1))
     far = np.linalg.norm(picture - page, axis=-1)
     ink = picture[far >= np.quantile(far, 1 - INK_SHARE)].mean(axis=0)
     way = ink - page
     coverage = ((picture - page) @ way / max(way @ way, 1e-9)).clip(0, 1)
-    return ink, page, coverage[MARGIN:-MARGIN, MARGIN:-MARGIN]
+    return ink, page, coverage
 
 
 def nearest(colour: Array, palette: Palette) -> str:
@@ -150,23 +150,29 @@ def distance(colour: Array, other: tuple[int, int, int]) -> float:
 
 def train_reader() -> Reader:
     pixels, labels = mnist_data()
-    features = stroke_features(pixels.reshape(-1, 28, 28) / 255)
+    features = stroke_features(np.stack([enlarge(digit / 255) for digit in pixels.reshape(-1, 28, 28)]))
     known, unknown, names, hidden = train_test_split(features, labels, test_size=1000, stratify=labels, random_state=0)
     classifier = SVC(C=10).fit(known, names)
     return Reader(classifier, float(classifier.score(unknown, hidden)))
 
 
+def enlarge(coverage: Array) -> Array:
+    """Make a real digit [28, 28] as large as those of the pictures: [32, 32]."""
+    digit = Image.fromarray(coverage[2:-2, 2:-2].astype(np.float32))
+    return np.asarray(digit.resize((SIZE, SIZE), Image.Resampling.BILINEAR))
+
+
 def stroke_features(coverage: Array) -> Array:
-    """Describe pictures [N, 28, 28] by how much edge of which direction lies where: [N, 8 * 7 * 7].
+    """Describe pictures [N, 32, 32] by how much edge of which direction lies where: [N, 8 * 8 * 8].
 
     Histograms of oriented gradients (Dalal and Triggs 2005), smoothed in space instead of binned: raw pixels would get
-    95 of 100 real digits right, these get 98.
+    95 of 100 real digits right, these get 98.5.
     """
     down, right = np.gradient(coverage.astype(np.float32), axis=(1, 2))
     turn = np.arctan2(down, right) / (2 * np.pi) * 8 % 8
     strength = np.hypot(down, right)
     near = [(1 - np.abs((turn - direction + 4) % 8 - 4)).clip(0) for direction in range(8)]
-    maps = np.stack([gaussian_filter(strength * share, (0, 1.5, 1.5))[:, 2::4, 2::4] for share in near], axis=1)
+    maps = np.stack([gaussian_filter(strength * share, (0, 1.8, 1.8))[:, 2::4, 2::4] for share in near], axis=1)
     shares = maps / (maps.sum(axis=1, keepdims=True) + 1e-6)
     return np.sqrt(shares).reshape(len(coverage), -1)
 

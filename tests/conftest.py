@@ -234,7 +234,7 @@ TINY_SCHEDULERS = ("ddim", "euler", "euler_a", "dpmpp_2m")
 TINY_STEPS = (1, 2, 6)
 
 
-def make_tiny_bundle(checkpoint: Path, folder: Path) -> Path:
+def make_tiny_bundle(checkpoint: Path, folder: Path, dtype: str = "stored") -> Path:
     """Export and build a checkpoint in this process: 1 to 4 images, 32 to 96 pixels, few schedulers and steps."""
     from functools import partial
 
@@ -250,7 +250,8 @@ def make_tiny_bundle(checkpoint: Path, folder: Path) -> Path:
     def in_this_process(task, arguments, **_):
         return worker.Outcome(named(task)(**arguments, progress=lambda done, total: None), 0.0, 0)
 
-    exported = export_checkpoint(Checkpoint.open(str(checkpoint)), folder / "exports/tiny", check=False)
+    opened = Checkpoint.open(str(checkpoint))
+    exported = export_checkpoint(opened, folder / "exports/tiny", dtype=dtype, check=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "run", in_this_process)
         patch.setattr(schedulers, "compile_samplers", partial(schedulers.compile_samplers, steps=TINY_STEPS))
@@ -266,6 +267,12 @@ def make_tiny_bundle(checkpoint: Path, folder: Path) -> Path:
 def tiny_bundle(tiny_checkpoint, tmp_path_factory):
     """The tiny checkpoint as a bundle for ONNX Runtime. Tests copy it before they change it."""
     return make_tiny_bundle(tiny_checkpoint, tmp_path_factory.mktemp("built"))
+
+
+@pytest.fixture(scope="session")
+def bundle_maker():
+    """`bundle_maker(checkpoint, folder, dtype="float16")` exports and builds a checkpoint into the folder."""
+    return make_tiny_bundle
 
 
 @pytest.fixture

@@ -427,14 +427,13 @@ def cached(folder, cache, commit=COMMIT):
 
 def test_a_snapshot_in_the_cache_is_opened_by_id_and_by_folder(folder, tmp_path, hub):
     snapshot = cached(folder, tmp_path / "hub")
-    for checkpoint in (
-        Checkpoint.open("owner/name"),
-        Checkpoint.open("owner/name", revision=COMMIT),
-        Checkpoint.open(str(snapshot)),
-    ):
+    by_folder = Checkpoint.open(str(snapshot))
+    for checkpoint in (Checkpoint.open("owner/name"), Checkpoint.open("owner/name", revision=COMMIT), by_folder):
         assert (checkpoint.name, checkpoint.revision) == ("owner/name", COMMIT)
         assert checkpoint.path == snapshot
         assert checkpoint.tensors("unet").keys() == UNET.keys()
+        told = [note for note in checkpoint.notes if "the hub cannot be reached" in note]
+        assert len(told) == (checkpoint is not by_folder)
     assert checkpoint.origin().digest == Checkpoint.open(str(folder)).origin().digest
 
 

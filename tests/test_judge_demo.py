@@ -41,14 +41,14 @@ def asked(judge_demo, taught):
 
 
 @pytest.fixture(scope="module")
-def pictures(asked, taught):
+def pictures(judge_demo, asked, taught):
     """A real digit for every question, painted in the asked colours."""
     pixels, labels = mnist_data()
-    coverage = np.pad(pixels.reshape(-1, 28, 28) / 255, ((0, 0), (2, 2), (2, 2)))
+    digits = pixels.reshape(-1, 28, 28) / 255
     rng = np.random.default_rng(0)
 
     def paint(question):
-        share = coverage[rng.choice(np.flatnonzero(labels == question.digit))][:, :, None]
+        share = judge_demo.enlarge(digits[rng.choice(np.flatnonzero(labels == question.digit))])[:, :, None]
         page, ink = (np.array(taught[kind][name]) for kind, name in (("pages", question.page), ("inks", question.ink)))
         return Image.fromarray((page + share * (ink - page)).round().astype(np.uint8))
 

@@ -19,6 +19,7 @@ def receipt():
         bundle_digest="d" * 64,
         family="stable-diffusion",
         checkpoint=CheckpointOrigin("toy", "abc", "0", "StableDiffusionPipeline"),
+        dtype="stored",
         precision="fp32",
         backend="onnxruntime",
         backend_version="1.32.0",

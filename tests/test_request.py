@@ -27,6 +27,7 @@ def manifest(profile="batch=1:1:4,height=256:512:768,width=256:512:768", compone
             guidance=7.5,
             sizes_multiple_of=8,
         ),
+        dtype="stored",
         precision="fp32",
         profile=ShapeProfile.parse(profile),
         engines={"onnxruntime": dict.fromkeys(components, "key")},

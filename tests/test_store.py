@@ -35,6 +35,7 @@ SPEC = EngineSpec(
     device_details={},
     trtdiff="0.1.0",
     trtdiff_code="c" * 64,
+    libraries={"onnx-ir": "1.1.0"},
 )
 MADE = Made((TensorSpec("sample", "float32", ("batch", 4)),), (), {"layers": 3}, 1.5, 1 << 20)
 

@@ -187,3 +187,10 @@ def test_nothing_is_left_in_the_temporary_folder(tasks, tmp_path, monkeypatch):
     with pytest.raises(BuildError):
         tasks("killed")
     assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", ["", '{"value": {"su', "\x00"])
+def test_a_result_that_was_half_written_is_none(tmp_path, content):
+    (tmp_path / "result.json").write_text(content)
+    assert worker._outcome(tmp_path / "result.json") == {}
+    assert worker._outcome(tmp_path / "absent.json") == {}

@@ -22,8 +22,9 @@ from trtdiff.files import FileFacts, copy_file, sync_folder
 from trtdiff.manifest import Made, differences
 from trtdiff.plan import BuildPlan, PlannedEngine, PlannedSamplers
 from trtdiff.records import read_record, write_record
-from trtdiff.store import Entry, Store, locked, replaced_folder
+from trtdiff.store import Entry, Store
 from trtdiff.types import TensorSpec
+from trtdiff.whole import locked, replaced_folder
 
 Planned: TypeAlias = PlannedEngine | PlannedSamplers
 State: TypeAlias = Literal["fresh", "in store", "to make", "made", "reused"]
@@ -148,7 +149,7 @@ def build(
         survey = survey_bundle(plan, out, store, fresh=verify)
         if survey.up_to_date and not force:
             return Report(out, survey, survey.pieces, time.monotonic() - began)
-        _preflight(plan, survey, export, out, force=force, tell=tell)
+        _preflight(plan, survey, export, (out, store.path), force=force, tell=tell)
         entries, pieces = {}, []
         fresh = {piece.key for piece in survey.pieces if piece.state == "fresh" and not force}
         for planned in _every(plan):
@@ -215,20 +216,23 @@ def _task(planned: Planned, export: Path, folder: Path) -> tuple[str, Mapping[st
     }
 
 
-def _preflight(plan: BuildPlan, survey: Survey, export: Path, out: Path, *, force: bool, tell: Listener) -> None:
-    """Refuse what will not fit, before anything is begun."""
+def _preflight(
+    plan: BuildPlan, survey: Survey, export: Path, places: tuple[Path, Path], *, force: bool, tell: Listener
+) -> None:
+    """Refuse what will not fit, before anything is begun; `places` are the bundle's and the store's."""
     states = {piece.name: piece.state for piece in survey.pieces}
-    room = 0
+    out, store = places
+    bundled = stored = 0
     for planned in plan.engines:
         needs = engine_needs(planned, export)
-        room += needs.disk
+        bundled += needs.disk
         if force or states[planned.name] == "to make":
-            room += needs.disk
+            stored += needs.disk
             tell.note(f"{planned.name}: about {size(needs.memory)} of memory, {size(needs.disk)} of disk")
             check_memory(planned.name, needs.memory)
     if force or states[_name(plan.samplers)] == "to make":
         check_memory("compiling the schedulers", _SAMPLERS_MEMORY)
-    check_disk(out, room)
+    check_disk({out: bundled, store: stored})
 
 
 def _in_store(store: Store, key: str) -> bool:
@@ -274,6 +278,7 @@ def _assemble(plan: BuildPlan, entries: Mapping[str, Entry], export: Path, out: 
                 family=manifest.family,
                 checkpoint=manifest.checkpoint,
                 facts=manifest.facts,
+                dtype=manifest.dtype,
                 precision=plan.precision,
                 profile=plan.profile,
                 engines={plan.backend: {engine.name: engine.key for engine in plan.engines}},

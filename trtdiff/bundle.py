@@ -41,6 +41,8 @@ class BundleManifest:
     family: str
     checkpoint: CheckpointOrigin
     facts: ModelFacts
+    dtype: str
+    """Type in which the export stored weights: the checkpoint's own (`stored`), or the one that was asked for."""
     precision: str
     profile: ShapeProfile
     engines: Mapping[str, Mapping[str, str]]

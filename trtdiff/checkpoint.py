@@ -40,7 +40,7 @@ class Checkpoint:
     configs: Mapping[str, Mapping[str, Any]]
     """By component folder, as stored; a tokenizer's has its special tokens in it."""
     notes: tuple[str, ...]
-    """What was chosen among the files, for people: `unet: fp16 variant, 1 file`."""
+    """For people: that the hub's cache was used, and what was chosen: `unet: fp16 variant, 1 file`."""
     _weights: Mapping[str, WeightFile] = field(repr=False)
 
     @classmethod
@@ -50,7 +50,7 @@ class Checkpoint:
         `variant` (`fp16`) is preferred where a component has it; without it, files without a variant are.
         Raises UsageError for a source that is not there, CheckpointError for one that is damaged or incomplete.
         """
-        path, name, commit = _locate(source, revision, variant)
+        path, name, commit, remark = _locate(source, revision, variant)
         index = read_json(path / "model_index.json")
         pipeline = index.get("_class_name")
         if not isinstance(pipeline, str):
@@ -66,7 +66,8 @@ class Checkpoint:
             if chosen is not None:
                 weights[component] = chosen
         _check_variant(path, weights, variant)
-        notes = tuple(_note(path / component, chosen) for component, chosen in weights.items())
+        files = (_note(path / component, chosen) for component, chosen in weights.items())
+        notes = (*filter(None, [remark]), *files)
         return cls(path, name, commit, pipeline, configs, notes, weights)
 
     @property
@@ -119,7 +120,7 @@ class Checkpoint:
             f"{folder}/{file.name}": _digest(file, None)
             for folder in self.configs
             for file in sorted((self.path / folder).glob("*"))
-            if file.name in {"tokenizer.json", "vocab.json", "merges.txt", "spiece.model"}
+            if file.name in {"tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json", "spiece.model"}
         }
         content = {"configs": self.configs, "weights": weights, "tokenizers": vocabularies}
         return CheckpointOrigin(self.name, self.revision, digest(content), self.pipeline)
@@ -138,8 +139,8 @@ class Checkpoint:
 # --- finding it -------------------------------------------------------------------------------------------------------
 
 
-def _locate(source: str, revision: str | None, variant: str | None) -> tuple[Path, str, str | None]:
-    """Give folder, name and commit of a source."""
+def _locate(source: str, revision: str | None, variant: str | None) -> tuple[Path, str, str | None, str]:
+    """Give folder, name and commit of a source, and what there is to say about how it was found."""
     path = Path(source).expanduser()
     if path.is_file():
         raise UsageError(
@@ -150,9 +151,9 @@ def _locate(source: str, revision: str | None, variant: str | None) -> tuple[Pat
     if not path.is_dir():
         if not is_hub_id(source):
             raise UsageError(f"no such folder: {source}", where=str(path.absolute().parent), hint=_near(path))
-        path = fetch(source, revision=revision, variant=variant)
+        path, remark = fetch(source, revision=revision, variant=variant)
         _, commit = snapshot_origin(path) or (None, revision)
-        return path, source, commit
+        return path, source, commit, remark
     if revision is not None:
         raise UsageError(f"{source} is a folder, a revision belongs to a hub id", hint="leave the revision out")
     if not (path / "model_index.json").is_file():
@@ -162,7 +163,7 @@ def _locate(source: str, revision: str | None, variant: str | None) -> tuple[Pat
             hint=_what_is_it(path),
         )
     name, commit = snapshot_origin(path) or (path.resolve().name, None)
-    return path, name, commit
+    return path, name, commit, ""
 
 
 def _near(path: Path) -> str:

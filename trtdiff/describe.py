@@ -138,6 +138,7 @@ def _bundle(path: Path) -> Description:
         "name": manifest.name,
         "family": manifest.family,
         "checkpoint": _origin(manifest.checkpoint),
+        "weights": manifest.dtype,
         "precision": manifest.precision,
         "profile": str(manifest.profile),
         "latent": f"{manifest.facts.latent.channels} channels, 1/{manifest.facts.latent.downscale} of the pixels",
@@ -230,7 +231,13 @@ def _picture(path: Path) -> Description:
     facts: dict[str, Any] = {"pixels": f"{size[0]}x{size[1]}"}
     own = text.get("trtdiff")
     if own is not None:
-        facts |= json.loads(own)
+        try:
+            facts |= json.loads(own)
+        except (ValueError, TypeError) as error:
+            raise ArtefactError(
+                f"the picture's parameters are damaged: {error}", where=f"{path}: text chunk 'trtdiff'",
+                hint="its receipt, the JSON file beside it, holds them too"
+            ) from None  # fmt: skip
     elif text:
         facts |= text
     else:
@@ -252,6 +259,7 @@ def _receipt(path: Path) -> Description:
         "created": receipt.created,
         "bundle": f"{receipt.bundle} ({receipt.bundle_digest[:12]})",
         "checkpoint": _origin(receipt.checkpoint),
+        "weights": receipt.dtype,
         "precision": receipt.precision,
         "backend": f"{receipt.backend} {receipt.backend_version} on {receipt.device}",
         "scheduler": f"{use.name}, {use.steps} steps, {use.calls} model calls",

@@ -4,12 +4,14 @@ sha256 of a file is paid once: it is remembered by (device, inode, size, mtime i
 rewritten. Remembered digests live in the user's cache folder; `fresh=True` reads the bytes again.
 """
 
+import ast
 import hashlib
 import json
 import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from platformdirs import user_cache_path
 
 KEY_SCHEMA_VERSION = 1
 _CHUNK = 1 << 22
+_ROOT = __name__.partition(".")[0]
+_HOME = Path(__file__).parent.parent
 
 
 def canonical(value: Any) -> bytes:
@@ -49,6 +53,46 @@ def file_digest(path: Path, *, fresh: bool = False, progress: Callable[[int], No
 def remember(path: Path, known: str) -> None:
     """Record a digest computed while the file was written, so that it is never read for it again."""
     _store(_identity(path), known)
+
+
+def code_digest(modules: Iterable[str]) -> str:
+    """Hexadecimal sha256 of the source of these modules and of every module of theirs that they import as they load.
+
+    It stands in the key of what the code makes: what other code made is another artefact. Modules are names below
+    `trtdiff`; imports inside of functions and for type checkers are left out.
+    """
+    found: set[str] = set()
+    waiting = list(modules)
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            found.add(module)
+            waiting += _imports(module)
+    hasher = hashlib.sha256()
+    for module in sorted(found):
+        hasher.update(module.encode() + b"\0" + _source(module).read_bytes() + b"\0")
+    return hasher.hexdigest()
+
+
+@cache
+def _imports(module: str) -> tuple[str, ...]:
+    """Give the modules of trtdiff that a module imports when it is imported itself."""
+    body = ast.parse(_source(module).read_bytes()).body
+    named = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
+    for node in body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            named += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return tuple(name for name in named if name.startswith(f"{_ROOT}.") and _is_module(name))
+
+
+def _is_module(name: str) -> bool:
+    return _source(name).is_file()
+
+
+def _source(module: str) -> Path:
+    """Give the file of a module or package of ours."""
+    place = _HOME.joinpath(*module.split("."))
+    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
 
 
 def _identity(path: Path) -> str:

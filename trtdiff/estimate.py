@@ -1,9 +1,10 @@
 """What a build will take, before it begins: the worker's memory, and room on the disk."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trtdiff.backends import backend
 from trtdiff.errors import ArtefactError, BuildError, StorageError
@@ -46,15 +47,21 @@ def check_memory(what: str, needed: int) -> None:
                          hint="close other programs, or build on a machine with more")  # fmt: skip
 
 
-def check_disk(folder: Path, needed: int) -> None:
-    """Refuse work whose files do not fit on the disk. Raises StorageError with both numbers."""
+def check_disk(writes: Mapping[Path, int]) -> None:
+    """Refuse work whose files do not fit on their disks; `writes` are bytes by folder. Raises StorageError."""
     import shutil
 
-    there = next((place for place in (folder, *folder.absolute().parents) if place.exists()), Path("/"))
-    free = shutil.disk_usage(there).free
-    if needed > free:
-        raise StorageError(f"the build writes about {size(needed)}, the disk has {size(free)} free", where=str(folder),
-                           hint="free some space, or choose another folder with -o and --store")  # fmt: skip
+    needed: dict[int, int] = {}
+    for folder, count in writes.items():
+        there = next((place for place in (folder, *folder.absolute().parents) if place.exists()), Path("/"))
+        disk = there.stat().st_dev
+        needed[disk] = needed.get(disk, 0) + count
+        free = shutil.disk_usage(there).free
+        if needed[disk] > free:
+            raise StorageError(
+                f"the build writes about {size(needed[disk])}, the disk has {size(free)} free", where=str(folder),
+                hint="free some space, or choose another folder with -o and --store"
+            )  # fmt: skip
 
 
 def size(count: int) -> str:
@@ -72,12 +79,13 @@ def _tensor_sizes(weights: Path) -> Iterable[int]:
     try:
         with weights.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    except (OSError, ValueError, MemoryError) as error:
-        raise ArtefactError(f"not a readable weight file: {error}", where=str(weights), hint="export again") from None
-    widths = {"F16": 2, "BF16": 2, "F8_E4M3": 4, "F8_E5M2": 4}
-    sizes = []
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            begin, end = tensor["data_offsets"]
-            sizes.append((end - begin) * widths.get(tensor["dtype"], 1))
-    return sizes
+        return [_widened(tensor) for name, tensor in header.items() if name != "__metadata__"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError, OverflowError) as error:
+        raise ArtefactError(f"not a readable weight file: {error!r}", where=str(weights), hint="export again") from None
+
+
+def _widened(tensor: Mapping[str, Any]) -> int:
+    """Bytes of one tensor in float32."""
+    begin, end = tensor["data_offsets"]
+    width = {"F16": 2, "BF16": 2, "F8_E4M3": 4, "F8_E5M2": 4}.get(tensor["dtype"], 1)
+    return int(end - begin) * width

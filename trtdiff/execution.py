@@ -95,6 +95,7 @@ class Execution:
             bundle_digest=engines.digest,
             family=manifest.family,
             checkpoint=manifest.checkpoint,
+            dtype=manifest.dtype,
             precision=manifest.precision,
             backend=engines.toolchain.backend,
             backend_version=engines.toolchain.version,

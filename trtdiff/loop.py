@@ -51,7 +51,7 @@ class Finished:
     window: Array  # [K, B, C, h, w]
     coefficients: Array  # [K, B]
     seconds: Sequence[float]
-    """One a model call: from the end of the one before to its own end, host work included."""
+    """One a model call: the engine and the host's work around it, without what `after` does."""
 
 
 class DenoisingLoop:
@@ -105,11 +105,10 @@ class DenoisingLoop:
                 if draws[number]:
                     log.noise[...] = noises.take()
                 log.advance()
-                now = time.perf_counter()
-                seconds.append(now - before)
-                before = now
+                seconds.append(time.perf_counter() - before)
                 if after is not None:
                     after(log.window[-ENTRY])
+                before = time.perf_counter()
         return Finished(log.window, self._rows["coefficients"][table.calls], seconds)
 
     def _write_rows(self, table: SamplerTable) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtdiff.backends import backend as backend_named
-from trtdiff.bundle import SAMPLERS_FILE
-from trtdiff.errors import BuildError, MissingDependency
+from trtdiff.errors import BuildError, MissingDependency, TrtdiffError
 from trtdiff.lowered import write_graph
 from trtdiff.types import DimRange, ShapeProfile
 
@@ -39,7 +38,7 @@ def build_engine(
     """Lower an exported graph with `passes` and compile it into `out`/engine; its bindings, and what was realised."""
     model = _load(Path(graph))
     for name in passes:
-        named(name)(model)
+        _apply(name, model, graph)
     scratch, engine = Path(out, "lowered"), Path(out, "engine")
     scratch.mkdir()
     engine.mkdir()
@@ -57,6 +56,8 @@ def compile_samplers(
     *, config: Mapping[str, Any], names: Sequence[str], optional: Sequence[str], out: str, progress: Progress
 ) -> dict[str, Any]:
     """Compile schedulers into `out`/samplers.safetensors; the names that are in it, and those refused with reasons."""
+    from trtdiff.bundle import SAMPLERS_FILE
+
     try:
         from trtdiff.export import schedulers
     except ImportError as error:
@@ -88,6 +89,19 @@ def _load(graph: Path) -> "ir.Model":
         return ir.load(graph)
     except Exception as error:  # protobuf and onnx-ir raise classes of their own for a damaged file
         raise BuildError(f"the graph cannot be read: {error}", where=str(graph), hint="export again") from error
+
+
+def _apply(name: str, model: "ir.Model", graph: str) -> None:
+    """Run one pass; whatever it raises says which pass and which graph."""
+    try:
+        named(name)(model)
+    except (TrtdiffError, MemoryError, OSError):
+        raise
+    except Exception as error:
+        raise BuildError(
+            f"the pass {name.partition(':')[2]} failed: {type(error).__name__}: {error}", where=graph,
+            hint="please report it with the graph; an export of this version should never do that"
+        ) from error  # fmt: skip
 
 
 def _spec(value: "ir.Value") -> dict[str, Any]:

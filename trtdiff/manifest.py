@@ -48,6 +48,8 @@ class EngineSpec:
     trtdiff: str
     trtdiff_code: str
     """sha256 of trtdiff's own passes and backend: an engine made by other code is another engine."""
+    libraries: Mapping[str, str]
+    """Versions of the libraries that the graph passes through."""
     key_schema: int = KEY_SCHEMA_VERSION
 
 
@@ -61,7 +63,8 @@ class SamplersSpec:
     config: Mapping[str, Any]
     """The checkpoint's scheduler config."""
     pipeline: str
-    diffusers: str
+    libraries: Mapping[str, str]
+    """Versions of the libraries whose schedulers, and whose arithmetic, the tables are made of."""
     trtdiff: str
     trtdiff_code: str
     key_schema: int = KEY_SCHEMA_VERSION

@@ -4,15 +4,15 @@ One path serves all: `--dry-run` prints the plan, an unchanged rebuild ends when
 made from, and a build carries it out.
 """
 
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import trtdiff
 from trtdiff.backends import target_backend
+from trtdiff.digest import code_digest
 from trtdiff.errors import MissingDependency, UsageError
 from trtdiff.export.manifest import ExportedComponent, ExportManifest
 from trtdiff.families import family
@@ -25,10 +25,8 @@ CONTRACT = ShapeProfile({"window": DimRange(1, 3, 48), "branches": DimRange(1, 2
 """Dimensions that the sampler prologue adds: slots of the latent log (samplers look back 16 entries of 3 at most), and
 guidance branches."""
 _PROLOGUE_DIMS = {"denoiser": ("window", "branches"), "vae_decoder": ("window",)}
-_SAMPLERS_CODE = tuple(
-    f"trtdiff.export.{name}" for name in ("schedulers", "scheduler_rows", "sampler_pages", "affinity", "schedule_call")
-)
-_LOWERING_CODE = ("trtdiff.lowered", "trtdiff.lowering", "trtdiff.passes.derived", "trtdiff.passes.tape")
+_LOWERING_LIBRARIES = ("onnx", "onnx-ir", "onnxscript", "numpy")
+_SAMPLERS_LIBRARIES = ("diffusers", "torch", "numpy", "scipy")
 
 
 @dataclass(frozen=True)
@@ -85,6 +83,7 @@ class BuildPlan:
             "family": export.family,
             "checkpoint": export.checkpoint,
             "facts": export.facts,
+            "dtype": export.dtype,
             "precision": self.precision,
             "backend": self.backend,
             "profile": {name: str(span) for name, span in self.profile.dims.items()},
@@ -149,8 +148,9 @@ def _engine(
         device_details=toolchain.details,
         trtdiff=trtdiff.__version__,
         trtdiff_code=code_digest(
-            [*(place.partition(":")[0] for place in passes), type(backend).__module__, *_LOWERING_CODE]
+            [*(place.partition(":")[0] for place in passes), type(backend).__module__, "trtdiff.lowering"]
         ),
+        libraries=installed(_LOWERING_LIBRARIES),
     )
     return PlannedEngine(component, passes, spec)
 
@@ -166,31 +166,30 @@ def _samplers(export: ExportManifest, schedulers: tuple[str, ...] | None) -> Pla
         )
     asked = tuple(dict.fromkeys([DEFAULT, *asked]))
     names, optional = (asked, ()) if schedulers else ((DEFAULT,), tuple(name for name in asked if name != DEFAULT))
-    try:
-        diffusers = metadata.version("diffusers")
-    except metadata.PackageNotFoundError:
-        raise MissingDependency("compiling schedulers needs diffusers", hint="pip install 'trtdiff[compile]'") from None
+    libraries = installed(_SAMPLERS_LIBRARIES)
+    if absent := [name for name in ("diffusers", "torch") if name not in libraries]:
+        raise MissingDependency(
+            f"compiling schedulers needs {' and '.join(absent)}", hint="pip install 'trtdiff[compile]'"
+        )
     spec = SamplersSpec(
         schedulers=asked,
         required=names,
         config=export.scheduler,
         pipeline=export.checkpoint.pipeline,
-        diffusers=diffusers,
+        libraries=libraries,
         trtdiff=trtdiff.__version__,
-        trtdiff_code=code_digest([*_SAMPLERS_CODE, "trtdiff.sampler_book"]),
+        trtdiff_code=code_digest(["trtdiff.export.schedulers", "trtdiff.sampler_book"]),
     )
     return PlannedSamplers(names, optional, spec)
 
 
-def code_digest(modules: list[str]) -> str:
-    """sha256 of the source of these modules of trtdiff: what other code made is another artefact."""
-    home = Path(trtdiff.__file__).parent.parent
-    hasher = hashlib.sha256()
-    for module in sorted(modules):
-        hasher.update(
-            module.encode() + b"\0" + home.joinpath(*module.split(".")).with_suffix(".py").read_bytes() + b"\0"
-        )
-    return hasher.hexdigest()
+def installed(libraries: Iterable[str]) -> dict[str, str]:
+    """Give the installed version of each of these distributions that is there."""
+    found = {}
+    for name in libraries:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _check_sizes(profile: ShapeProfile, multiple: int) -> None:

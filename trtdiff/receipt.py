@@ -85,6 +85,8 @@ class Receipt:
     """sha256 of bundle.json, which names the digest of everything else."""
     family: str
     checkpoint: CheckpointOrigin
+    dtype: str
+    """Type in which the export stored weights: the checkpoint's own (`stored`), or the one that was asked for."""
     precision: str
     backend: str
     backend_version: str

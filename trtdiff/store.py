@@ -15,20 +15,17 @@ link, as an attack. Entries may be deleted at any time; the
 next build that wants one makes it again.
 """
 
-import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
-from trtdiff.errors import ArtefactError, StorageError
-from trtdiff.files import check_files, copy_file, facts_of, sync_folder, sync_tree
+from trtdiff.errors import ArtefactError
+from trtdiff.files import check_files, copy_file, facts_of
 from trtdiff.manifest import MANIFEST_FILE, MANIFEST_SCHEMA, Made, Manifest, key_of, read_manifest, spec_json
 from trtdiff.records import write_record
+from trtdiff.whole import locked, replaced_folder
 
 _AGAIN = "build again with --force, or delete the folder"
 
@@ -103,67 +100,6 @@ class Store:
             return Entry(self.path / key, manifest)
 
 
-@contextmanager
-def locked(place: Path, waiting: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock on what stands, or will stand, at `place`; `waiting` is told when another process holds it.
-
-    Lock files stay, in a hidden folder: removing one that somebody waits for would let two in.
-    """
-    with storing(place.parent):
-        folder = place.parent / ".locks"
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / place.name)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            waiting(f"another process is building {place}; waiting for it")
-            lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def _written_since(entry: Entry, began: int) -> bool:
     """Whether another process made this entry while we waited for the lock: it is as new as was asked for."""
     return (entry.path / MANIFEST_FILE).stat().st_mtime_ns >= began
-
-
-@contextmanager
-def replaced_folder(place: Path) -> Iterator[Path]:
-    """Give an empty hidden folder beside `place`; on success it is synced and takes the place, else it is removed.
-
-    What stood there before goes away last. The caller holds a lock on `place`, so that what an earlier, killed process
-    left may be removed.
-    """
-    fresh, old = place.with_name(f".{place.name}.part"), place.with_name(f".{place.name}.old")
-    with storing(place):
-        if old.exists() and not place.exists():
-            old.rename(place)  # killed between the two renames below
-        for leftover in (fresh, old):
-            shutil.rmtree(leftover, ignore_errors=not leftover.exists())
-        fresh.mkdir(parents=True)
-    try:
-        with storing(place):
-            yield fresh
-            sync_tree(fresh)
-            if place.exists():
-                place.rename(old)
-            fresh.rename(place)
-            sync_folder(place.parent)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        if old.exists() and not place.exists():
-            old.rename(place)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-@contextmanager
-def storing(place: Path) -> Iterator[None]:
-    """Turn an OSError into StorageError: what could not be written, and what to do."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"cannot write {place.name}: {error.strerror or error}", where=str(error.filename or place),
-                           hint="free some space or choose another folder; nothing was changed")  from None  # fmt: skip

@@ -68,12 +68,21 @@ def run(
                 status = _follow(process, request, timeout, progress)
             finally:
                 _kill(process)
-        outcome = json.loads(result.read_text()) if result.exists() else {}
+        outcome = _outcome(result)
         if status != 0 or not outcome:
             raise BuildError(f"{what}: {_cause(status, timeout)}{_tail(log)}", hint=_advice(status))
     if "error" in outcome:
         raise _typed(outcome["error"], what)
     return Outcome(outcome["value"], time.monotonic() - began, outcome["peak_memory"])
+
+
+def _outcome(result: Path) -> dict[str, Any]:
+    """Read what the worker wrote; nothing, where it did not come to that or died while it wrote."""
+    try:
+        outcome: dict[str, Any] = json.loads(result.read_text())
+    except (OSError, ValueError):
+        return {}
+    return outcome
 
 
 def _follow(
@@ -136,6 +145,10 @@ def _cause(status: int | None, timeout: float | None) -> str:
 def _advice(status: int | None) -> str:
     if status is None:
         return "give it more time"
+    if status == 0:
+        return "its result could not be written: free some space in the folder for temporary files"
+    if status > 0:
+        return "the log says what was raised, and where; please report it"
     if status == -signal.SIGKILL:
         return "the system most likely ran out of memory: close other programs, or build on a machine with more"
     return "the log says where; please report a crash of the compiler to its makers"

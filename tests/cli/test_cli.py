@@ -63,6 +63,24 @@ def test_an_error_is_printed_as_what_where_and_what_to_do(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: it broke\n  where: this file\n  to do: do that\n"
 
 
+def test_a_fault_of_ours_is_one_readable_error_with_its_place(monkeypatch, capsys):
+    from trtdiff.cli import doctor
+
+    def fail():
+        return {}["no such key"]
+
+    monkeypatch.setattr(doctor, "diagnose", fail)
+    assert run(["doctor"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: KeyError: 'no such key'\n  where: ")
+    assert "doctor.py:" in said
+    assert "please report it" in said
+    assert "Traceback" not in said
+    monkeypatch.setenv("TRTDIFF_TRACEBACK", "1")
+    assert run(["doctor"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
 def test_ctrl_c_exits_130_with_a_word(monkeypatch, capsys):
     def interrupt(*_args, **_kwargs):
         raise KeyboardInterrupt

@@ -193,14 +193,16 @@ def test_another_process_writes_the_same_bytes(tiny_export, tiny_checkpoint, tmp
     assert second.stderr.splitlines()[-1] == "False"  # torch was not imported
 
 
-def test_an_unchanged_export_is_recognised_and_a_damaged_one_is_not(copied, tiny_checkpoint):
+def test_an_unchanged_export_is_recognised_and_a_damaged_one_is_not(copied, tiny_export, tiny_checkpoint):
     from trtdiff.export.folder import current
 
     checkpoint = Checkpoint.open(str(tiny_checkpoint))
-    state = {"dtype": "stored", "components": COMPONENTS, "checked": True}
+    code = tiny_export.manifest.code
+    state = {"dtype": "stored", "components": COMPONENTS, "code": code, "checked": True}
     assert current(copied, checkpoint.origin(), **state)[0] is not None
     assert current(copied, checkpoint.origin(), **{**state, "dtype": "float16"})[1] == "dtype was stored, is float16"
     assert "components" in current(copied, checkpoint.origin(), **{**state, "components": COMPONENTS[:2]})[1]
+    assert "trtdiff_code was" in current(copied, checkpoint.origin(), **{**state, "code": "f" * 64})[1]
     with (copied / "vae_decoder.onnx").open("ab") as file:
         file.write(b"\0")
     assert current(copied, checkpoint.origin(), **state) == (None, "vae_decoder.onnx is missing or changed")
@@ -229,7 +231,34 @@ def test_an_export_that_fails_leaves_everything_as_it_was(tiny_checkpoint, copie
     with pytest.raises(StorageError if isinstance(problem, OSError) else KeyboardInterrupt):
         export_checkpoint(Checkpoint.open(str(tiny_checkpoint)), copied, force=True)
     assert {file: file.stat().st_mtime_ns for file in copied.rglob("*")} == before
-    assert list(copied.parent.iterdir()) == [copied]
+    assert [path for path in copied.parent.iterdir() if path.name != ".locks"] == [copied]
+
+
+def test_what_a_killed_export_left_goes_away_with_the_next(tiny_checkpoint, copied):
+    (copied.parent / ".copy.part/weights").mkdir(parents=True)
+    export_checkpoint(
+        Checkpoint.open(str(tiny_checkpoint)), copied, components=["text_encoder"], check=False, force=True
+    )
+    assert [path for path in copied.parent.iterdir() if path.name != ".locks"] == [copied]
+
+
+def test_a_second_export_waits_for_the_first_and_says_so(tiny_checkpoint, copied):
+    from filelock import FileLock
+
+    (copied.parent / ".locks").mkdir()
+    lock = FileLock(copied.parent / ".locks" / copied.name)
+    lock.acquire()
+
+    class Hearer(module.Silence):
+        said = ""
+
+        def note(self, text):
+            self.said = text
+            lock.release()
+
+    hearer = Hearer()
+    export_checkpoint(Checkpoint.open(str(tiny_checkpoint)), copied, reporter=hearer)
+    assert hearer.said.startswith("another process is making")
 
 
 def test_a_folder_that_is_no_export_is_left_alone(tiny_checkpoint, tmp_path):

@@ -131,3 +131,18 @@ def test_one_step_leaves_image_to_image_out_and_says_so(tiny_bundle, tiny_checkp
     report = json.loads(capsys.readouterr().out)
     assert not any(row["name"].startswith("image to image") for row in report["results"])
     assert "image to image not checked" in report["verdict"]
+
+
+def test_weights_that_were_asked_for_in_half_precision_are_compared_with_the_same_rounding(
+    tiny_checkpoint, bundle_maker, tmp_path, monkeypatch, capsys
+):
+    """The tiny checkpoint is fp32: rounded to fp16 it differs from itself by more than the tolerance."""
+    made = bundle_maker(tiny_checkpoint, tmp_path, dtype="float16")
+    command = ["check", str(made), "--against", str(tiny_checkpoint), "--steps", "2", "--shapes", "opt", "--json"]
+    assert run(command) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["weights"] == "float16"
+    assert "PyTorch's weights rounded to float16" in report["verdict"]
+    real = Reference.__init__
+    monkeypatch.setattr(Reference, "__init__", lambda self, checkpoint, _dtype: real(self, checkpoint))
+    assert run(command) == 3

@@ -72,6 +72,9 @@ class Backend(Protocol):
     passes: tuple[str, ...]
     """`module:function` of the passes that put a graph into the forms this compiler is best at; after the recipe's."""
 
+    fuses_attention: bool
+    """Whether its engines compute attention without ever holding the whole matrix of scores."""
+
     def toolchain(self) -> Toolchain:
         """Versions and device; raises MissingDependency naming the extra where the library is not installed.
 

@@ -31,6 +31,7 @@ class OnnxRuntime:
     name = "onnxruntime"
     extra = "cpu"
     device = "cpu"
+    fuses_attention = True  # by `cpu_forms`: one operator that works on blocks of rows
     passes = ("trtdiff.passes.transpose_weights:transpose_weights", "trtdiff.passes.cpu_forms:cpu_forms")
 
     def toolchain(self) -> Toolchain:

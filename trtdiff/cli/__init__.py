@@ -1,5 +1,6 @@
 """The command line: one file a verb; a new verb is one file and one line in `COMMANDS`."""
 
+import os
 import sys
 from importlib import import_module
 from typing import Any
@@ -19,6 +20,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("trtdiff.cli.doctor:doctor", "Say what this machine can export, build and run."),
 }
 """Verb → where its command stands, and its line in `trtdiff --help` (so that help imports no verb)."""
+
+
+TRACEBACK = "TRTDIFF_TRACEBACK"
+"""Environment variable: set, an unexpected error prints the stack of calls."""
 
 
 class LazyGroup(click.Group):
@@ -74,6 +79,16 @@ def main(arguments: list[str] | None = None) -> None:
 def exit_code(arguments: list[str]) -> int:
     """Give the exit code of one command line."""
     try:
+        return _run(arguments)
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+    except Exception as error:  # noqa: BLE001 - the last net: nobody who types a command should read a stack of calls
+        return _unexpected(error)
+
+
+def _run(arguments: list[str]) -> int:
+    try:
         result: Any = cli.main(arguments, prog_name="trtdiff", standalone_mode=False)
     except TrtdiffError as error:
         click.echo(f"error: {error}", err=True)
@@ -86,7 +101,18 @@ def exit_code(arguments: list[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted; nothing was left half-written", err=True)
         return 130
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 1
     return result if isinstance(result, int) else 0
+
+
+def _unexpected(error: Exception) -> int:
+    """Report an error that is a fault of ours: what, where in our code, and how to see more."""
+    import traceback
+
+    if os.environ.get(TRACEBACK):
+        traceback.print_exception(error)
+        return 1
+    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "trtdiff" in frame.filename]
+    where = f"{ours[-1].filename}:{ours[-1].lineno}, in {ours[-1].name}" if ours else ""
+    hint = f"this is a fault of trtdiff: please report it with what {TRACEBACK}=1 prints before the same command"
+    click.echo(f"error: {TrtdiffError(f'{type(error).__name__}: {error}', where=where, hint=hint)}", err=True)
+    return 1

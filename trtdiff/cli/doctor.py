@@ -15,19 +15,10 @@ from typing import Any
 import click
 
 from trtdiff import __version__
+from trtdiff.backends import BACKENDS, TARGETS, backend
 from trtdiff.cli.options import HELP, json_option
+from trtdiff.errors import MissingDependency
 from trtdiff.machine import available_memory, physical_cores
-
-VERBS: dict[str, tuple[str, ...]] = {
-    "export": ("compile",),
-    "build --target cpu": ("compile", "cpu"),
-    "run (onnxruntime)": ("cpu",),
-    "check": ("compile", "cpu"),
-}
-"""What a person may want to do → the extras that it takes."""
-
-EXTRAS = ("compile", "cpu")
-"""Extras this version uses. Those for GPUs are installable, and nothing here drives them yet."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +50,8 @@ class Diagnosis:
 
 def diagnose() -> Diagnosis:
     """Look at this machine; imports none of the libraries it reports."""
-    libraries = {extra: _libraries(extra) for extra in EXTRAS}
-    can = {}
-    for verb, extras in VERBS.items():
-        missing = [extra for extra in extras if any(item.found is None for item in libraries[extra])]
-        absent = [item.name for extra in missing for item in libraries[extra] if item.found is None]
-        can[verb] = f"no: {', '.join(absent)} missing; pip install 'trtdiff[{','.join(extras)}]'" if missing else "yes"
+    extras = dict.fromkeys(["compile", *(backend(name).extra for name in BACKENDS)])
+    libraries = {extra: _libraries(extra) for extra in extras}
     problems = []
     if _version("onnxruntime") and _version("onnxruntime-gpu"):
         problems.append("onnxruntime and onnxruntime-gpu are both installed and overwrite each other: uninstall both, "
@@ -79,9 +66,33 @@ def diagnose() -> Diagnosis:
         disk_free=shutil.disk_usage(Path.cwd()).free,
         gpus=gpus(),
         libraries=libraries,
-        can=can,
+        can=_abilities(libraries["compile"]),
         problems=tuple(problems),
     )
+
+
+def _abilities(compiler: tuple[Library, ...]) -> dict[str, str]:
+    """Give `yes`, or what is missing, for everything a person may want to do; backends answer for themselves."""
+    absent = [item.name for item in compiler if item.found is None]
+    tracing = f"{', '.join(absent)} missing; pip install 'trtdiff[compile]'" if absent else ""
+    running = {name: _missing_for(name) for name in BACKENDS}
+    missing = {"export": tracing}
+    for target, name in TARGETS.items():
+        missing[f"build --target {target}"] = "; ".join(filter(None, [tracing, running[name]]))
+    missing |= {f"run ({name})": text for name, text in running.items()}
+    missing["check"] = "; ".join(
+        filter(None, [tracing, "" if "" in running.values() else next(iter(running.values()))])
+    )
+    return {verb: f"no: {text}" if text else "yes" for verb, text in missing.items()}
+
+
+def _missing_for(name: str) -> str:
+    """Say what a backend lacks on this machine; nothing where it would run."""
+    try:
+        backend(name).toolchain()
+    except MissingDependency as error:
+        return f"{error.message}; {error.hint}"
+    return ""
 
 
 def gpus() -> tuple[str, ...]:

@@ -109,11 +109,9 @@ def _progress() -> "Iterator[Reporter]":
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from trtdiff.export.export import Silence
-
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield Silence()
+        yield _Notes()
         return
     columns = (
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
@@ -122,7 +120,20 @@ def _progress() -> "Iterator[Reporter]":
         yield _Stages(progress)
 
 
-class _Stages:
+class _Notes:
+    """Where nobody watches: no stages, only what is worth a line in a log."""
+
+    def stage(self, text: str, total: int | None = None) -> None:
+        pass
+
+    def advance(self, nbytes: int) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        note(text)
+
+
+class _Stages(_Notes):
     """One line, rewritten as stages go by."""
 
     def __init__(self, progress: Any) -> None:

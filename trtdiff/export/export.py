@@ -4,7 +4,7 @@
                                         → write the graphs, verify the files → compare with PyTorch
     tokenizers, configs, manifest → the folder takes its place
 
-`export_component` does the same for one component that no family describes.
+`export_components` does the middle part for components that share a folder.
 """
 
 import math
@@ -19,7 +19,7 @@ from trtdiff import __version__
 from trtdiff.checkpoint import Checkpoint
 from trtdiff.digest import file_digest
 from trtdiff.errors import CheckpointError, UsageError
-from trtdiff.export.folder import current, library_versions, require_replaceable, whole_folder
+from trtdiff.export.folder import current, export_code, library_versions, require_replaceable
 from trtdiff.export.manifest import EXPORT_FILE, EXPORT_SCHEMA, ExportedComponent, ExportManifest
 from trtdiff.export.safetensors_index import TensorRef
 from trtdiff.export.weights import place_weights, placement_bytes
@@ -27,6 +27,7 @@ from trtdiff.families import family_of_pipeline
 from trtdiff.families.base import ComponentSpec, Config, ModelFamily
 from trtdiff.records import write_record
 from trtdiff.types import names
+from trtdiff.whole import locked, replaced_folder
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -43,6 +44,9 @@ class Reporter(Protocol):
     def advance(self, nbytes: int) -> None:
         """Say that so many more bytes of the stage are done."""
 
+    def note(self, text: str) -> None:
+        """Say something that stays: another process is waited for."""
+
 
 class Silence:
     """A reporter for programs."""
@@ -51,6 +55,9 @@ class Silence:
         """Say nothing."""
 
     def advance(self, nbytes: int) -> None:
+        """Say nothing."""
+
+    def note(self, text: str) -> None:
         """Say nothing."""
 
 
@@ -96,19 +103,33 @@ def export_checkpoint(
     Raises UsageError for components that there are not and a folder that is not an export; CheckpointError for weights
     that do not fit; ExportError for what cannot be traced or breaks its contract; StorageError for a full disk.
     """
-    reporter = reporter or Silence()
+    with locked(out, (reporter or Silence()).note):
+        return _export(checkpoint, out, dtype, components, reporter or Silence(), check=check, force=force)
+
+
+def _export(
+    checkpoint: Checkpoint,
+    out: Path,
+    dtype: str,
+    components: Sequence[str] | None,
+    reporter: Reporter,
+    *,
+    check: bool,
+    force: bool,
+) -> Export:
     family = family_of_pipeline(checkpoint.pipeline, where=f"{checkpoint.path / 'model_index.json'}: _class_name")
     specs = _chosen(_described(family, checkpoint), components)
     require_replaceable(out)
     reporter.stage("reading the checkpoint's digest")
     origin = checkpoint.origin(progress=reporter.advance)
     wanted = tuple(spec.name for spec in specs)
-    there, reason = current(out, origin, dtype=dtype, components=wanted, checked=check)
+    code = export_code(family)
+    there, reason = current(out, origin, dtype=dtype, components=wanted, code=code, checked=check)
     if there is not None and not force:
         return Export(out, there, up_to_date=True)
     exported: dict[str, ExportedComponent] = {}
     reports: dict[str, ComponentReport] = {}
-    with whole_folder(out) as folder:
+    with replaced_folder(out) as folder:
         for group in _by_folder(specs):
             source = group[0].folder
             for spec, component, report in export_components(
@@ -136,6 +157,7 @@ def export_checkpoint(
             checks={name: [asdict(point) for point in report.checks] for name, report in reports.items() if check},
             versions=library_versions(),
             dtype=dtype,
+            code=code,
         )
         write_record(folder / EXPORT_FILE, manifest)
     return Export(out, manifest, reports, reason=reason)
@@ -231,13 +253,15 @@ def _elements(need: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def _described(family: ModelFamily, checkpoint: Checkpoint) -> tuple[ComponentSpec, ...]:
+    where, hint = str(checkpoint.path), f"a {family.name} checkpoint is expected"
     try:
         return family.components(checkpoint.configs)
     except KeyError as error:
+        raise CheckpointError(f"the checkpoint's configs lack {error}", where=where, hint=hint) from None
+    except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"the checkpoint's configs lack {error}", where=str(checkpoint.path),
-            hint=f"a {family.name} checkpoint is expected"
-        ) from None  # fmt: skip
+            f"a config of the checkpoint has a value of the wrong kind: {error}", where=where, hint=hint
+        ) from None
 
 
 def _chosen(specs: tuple[ComponentSpec, ...], components: Sequence[str] | None) -> tuple[ComponentSpec, ...]:

@@ -1,16 +1,13 @@
-"""The export folder: it appears whole or not at all, and an unchanged one is recognised without importing torch."""
+"""The export folder: what may be replaced by one, and whether one is just what would be made, without torch."""
 
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from trtdiff import __version__
-from trtdiff.digest import file_digest
-from trtdiff.errors import ArtefactError, StorageError, UsageError
+from trtdiff.digest import code_digest, file_digest
+from trtdiff.errors import ArtefactError, UsageError
 from trtdiff.export.manifest import EXPORT_FILE, EXPORT_SCHEMA, CheckpointOrigin, ExportManifest
+from trtdiff.families.base import ModelFamily
 from trtdiff.records import read_record
 
 LIBRARIES = ("torch", "diffusers", "transformers", "onnxscript", "onnx-ir", "onnx")
@@ -28,6 +25,12 @@ def library_versions() -> dict[str, str]:
     return found
 
 
+def export_code(family: ModelFamily) -> str:
+    """sha256 of the code of ours that makes an export of this family."""
+    makers = ("export", "trace", "graph", "contract", "check")
+    return code_digest([type(family).__module__, *(f"trtdiff.export.{name}" for name in makers)])
+
+
 def require_replaceable(folder: Path) -> None:
     """Refuse to put an export where something else lies. Raises UsageError."""
     if not folder.exists():
@@ -41,46 +44,8 @@ def require_replaceable(folder: Path) -> None:
     )
 
 
-@contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Give a temporary folder beside `folder`; on success it takes its place, else it is removed."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent))
-    except OSError as error:
-        raise StorageError(f"cannot write {folder.name}: {error.strerror}", where=str(folder.parent),
-                           hint="choose a folder that can be written with -o")  from None  # fmt: skip
-    try:
-        yield temporary
-        temporary.chmod(0o755)
-        _take_place(temporary, folder)
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {folder.name}: {error.strerror or error}",
-            where=str(folder.parent),
-            hint="free some space or choose another folder; nothing was changed",
-        ) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _take_place(temporary: Path, folder: Path) -> None:
-    if not folder.exists():
-        temporary.rename(folder)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".old", dir=folder.parent))
-    folder.rename(old / folder.name)
-    try:
-        temporary.rename(folder)
-    except BaseException:
-        (old / folder.name).rename(folder)
-        raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
-
-
 def current(
-    folder: Path, origin: CheckpointOrigin, *, dtype: str, components: tuple[str, ...], checked: bool
+    folder: Path, origin: CheckpointOrigin, *, dtype: str, components: tuple[str, ...], code: str, checked: bool
 ) -> tuple[ExportManifest | None, str]:
     """Give the manifest of an export that is just what would be made now, or None and what differs."""
     if not (folder / EXPORT_FILE).is_file():
@@ -94,6 +59,7 @@ def current(
         "dtype": manifest.dtype,
         "components": ", ".join(component.name for component in manifest.components),
         "trtdiff": manifest.trtdiff,
+        "trtdiff_code": manifest.code,
         **manifest.versions,
     }
     now = {
@@ -101,6 +67,7 @@ def current(
         "dtype": dtype,
         "components": ", ".join(components),
         "trtdiff": __version__,
+        "trtdiff_code": code,
         **library_versions(),
     }
     for field in now | before:
@@ -131,8 +98,3 @@ def _is(path: Path, sha256: str) -> bool:
 
 def _short(text: str | None) -> str:
     return "absent" if text is None else text[:12] + "…" if len(text) > 40 else text
-
-
-def sizes_of_files(folder: Path, files: Mapping[str, str]) -> int:
-    """Bytes of an export's files."""
-    return sum((folder / file).stat().st_size for file in files)

@@ -26,8 +26,10 @@ def snapshot_origin(path: Path) -> tuple[str, str] | None:
     return (f"{match['owner']}/{match['name']}", match["revision"]) if match else None
 
 
-def fetch(source: str, *, revision: str | None, variant: str | None) -> Path:
+def fetch(source: str, *, revision: str | None, variant: str | None) -> tuple[Path, str]:
     """Give a local snapshot of a hub checkpoint: fetched where the hub answers, else what its cache holds.
+
+    The text beside it says that it came from the cache, and why; it is empty where the hub answered.
 
     Only configs, tokenizers and the chosen weights are fetched. Raises UsageError for an id or revision that does not
     exist, CheckpointError where neither hub nor cache has it, MissingDependency without huggingface_hub.
@@ -42,7 +44,7 @@ def fetch(source: str, *, revision: str | None, variant: str | None) -> Path:
         ) from None
     label = f"{source} at {revision}" if revision else source
     try:
-        return _download(hub, source, revision, variant)
+        return _download(hub, source, revision, variant), ""
     except errors.GatedRepoError:
         raise CheckpointError(
             f"{label} is open only to those who accepted its terms",
@@ -60,7 +62,8 @@ def fetch(source: str, *, revision: str | None, variant: str | None) -> Path:
     except errors.HFValidationError as error:
         raise UsageError(f"{source!r} is not a hub id: {_first_line(error)}", hint="write owner/name") from None
     except Exception as error:  # noqa: BLE001 - whatever the network does, the cache may still have it
-        return _cached(hub, source, revision, error)
+        path = _cached(hub, source, revision, error)
+        return path, f"the hub cannot be reached ({_first_line(error)}); this is what its cache holds of {label}"
 
 
 def _download(hub: Any, source: str, revision: str | None, variant: str | None) -> Path:

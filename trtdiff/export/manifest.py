@@ -71,3 +71,5 @@ class ExportManifest:
     """Versions of the libraries that made the graphs: what a new export would have to be compared with."""
     dtype: str = "stored"
     """Type in which weights lie in the export: as the checkpoint stores them, or the one that was asked for."""
+    code: str = ""
+    """sha256 of trtdiff's own code that made it."""

@@ -26,7 +26,13 @@ class StableDiffusion(ModelFamily):
         """Read the latent space from the VAE's config, the native size from the UNet's."""
         unet, vae, text = configs["unet"], configs["vae"], configs["text_encoder"]
         downscale = 2 ** (len(vae["block_out_channels"]) - 1)
-        size = unet["sample_size"]
+        size = unet.get("sample_size")
+        if size is None:
+            raise CheckpointError(
+                "the UNet's config does not say which size it was trained at",
+                where="unet/config.json: sample_size",
+                hint="write the native image size over the VAE's downscaling there: 64 for 512 pixels",
+            )
         rows, columns = (size, size) if isinstance(size, int) else size
         if unet["in_channels"] != vae["latent_channels"]:
             raise CheckpointError(

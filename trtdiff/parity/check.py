@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 from PIL import Image
 
+from trtdiff.backends import backend as backend_named
 from trtdiff.checkpoint import Checkpoint
 from trtdiff.engines import Engines
 from trtdiff.errors import ArtefactError, UsageError
@@ -52,11 +53,13 @@ class Planned:
     cost: Cost
     calls: int
     """Calls of the bare module on the reference's side; the engine does as much in one."""
+    scores: bool
+    """Whether the engine holds whole matrices of attention scores."""
 
     @property
     def peak_bytes(self) -> int:
         """Memory above the weights; the engine's side runs all branches at once."""
-        return self.cost.peak_bytes * self.calls
+        return self.calls * (self.cost.activation_bytes + self.scores * self.cost.attention_bytes)
 
     @property
     def flops(self) -> int:
@@ -75,6 +78,8 @@ class Report:
     request: str
     """What the pictures were made with."""
     results: tuple[ParityResult, ...]
+    dtype: str = "stored"
+    """Type that the reference's weights were rounded to, as the export was asked to; `stored`: none."""
 
     @property
     def passed(self) -> bool:
@@ -95,6 +100,7 @@ class Report:
             "bundle": self.bundle,
             "checkpoint": self.checkpoint,
             "backend": self.backend,
+            "weights": self.dtype,
             "shapes": list(self.points),
             "pictures": self.request,
             "passed": self.passed,
@@ -110,6 +116,8 @@ class Report:
         scope = f"at the {', '.join(self.points)} shapes" + (f" only ({', '.join(left)} not checked)" if left else "")
         if not any(result.name.startswith("image to image") for result in self.results):
             scope += ", image to image not checked"
+        if self.dtype != "stored":
+            scope += f", PyTorch's weights rounded to {self.dtype} as the export's are"
         if self.passed:
             return f"parity holds {scope}: {len(self.results)} comparisons"
         return f"parity FAILED {scope}: {len(worst)} of {len(self.results)} comparisons are outside the tolerance"
@@ -183,6 +191,7 @@ class Check:
     def plan(self, points: Sequence[Point]) -> list[Planned]:
         """Count what every comparison will take, largest shape first."""
         planned = []
+        scores = not backend_named(self.engines.toolchain.backend).fuses_attention
         for point in sorted(points, key=POINTS.index, reverse=True):
             sizes = {**self.manifest.profile.sizes(point), "window": self.manifest.window or ENTRY, "branches": 2}
             for limit in self.manifest.facts.tokens.values():
@@ -190,7 +199,8 @@ class Check:
             for spec in self.specs():
                 case = Case(spec, self.manifest.facts, sizes, self._vocabulary())
                 calls = sizes["branches"] if spec.name == "denoiser" else 1
-                planned.append(Planned(case, point, cost(spec, self.checkpoint.configs[spec.folder], sizes), calls))
+                needs = cost(spec, self.checkpoint.configs[spec.folder], sizes)
+                planned.append(Planned(case, point, needs, calls, scores))
         return planned
 
     def refuse_beyond_memory(self, planned: Sequence[Planned]) -> None:
@@ -214,14 +224,16 @@ class Check:
         done: Callable[[ParityResult], None] = lambda _result: None,
     ) -> Report:
         """Compare; `done` is told every result as it comes."""
-        reference = Reference(self.checkpoint)
+        reference = Reference(self.checkpoint, self.manifest.dtype)
         results = []
         for result in self._results(reference, planned, request, tolerance):
             results.append(result)
             done(result)
         points = tuple(point for point in POINTS if any(item.point == point for item in planned))
         backend = self.engines.toolchain.backend
-        return Report(self.manifest.name, self.checkpoint.name, backend, points, str(request), tuple(results))
+        return Report(
+            self.manifest.name, self.checkpoint.name, backend, points, str(request), tuple(results), self.manifest.dtype
+        )
 
     def _results(
         self, reference: Reference, planned: Sequence[Planned], request: PictureRequest, tolerance: Tolerance

@@ -2,7 +2,7 @@
 
 The module is executed on fake tensors, which have shapes and no data, while every operator's outputs are counted as
 long as they live. That is PyTorch's own peak; a compiled engine that does not fuse attention also holds the scores,
-so the largest attention matrix is counted too.
+whose largest matrix is counted apart.
 """
 
 import weakref
@@ -19,14 +19,9 @@ class Cost:
     activation_bytes: int
     """Largest sum of live intermediate tensors, float32."""
     attention_bytes: int
-    """The largest matrix of attention scores."""
+    """The largest matrix of attention scores, for engines that hold it."""
     flops: int
     """Two for every multiply-add of convolutions, matrix products and attention."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """What one side of a comparison may hold above its weights."""
-        return self.activation_bytes + self.attention_bytes
 
 
 def cost(spec: ComponentSpec, config: Config, sizes: dict[str, int]) -> Cost:

@@ -50,9 +50,13 @@ class Pictures:
 
 
 class Reference:
-    """A checkpoint loaded by diffusers. Loading takes the memory of its weights in float32."""
+    """A checkpoint loaded by diffusers. Loading takes the memory of its weights in float32.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    Where an export was asked to store weights in a smaller type than the checkpoint's, the reference rounds its own to
+    that type first: what is compared is what compilation did, not what the asked rounding did.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtype: str = "stored") -> None:
         try:
             import diffusers
             import torch
@@ -73,6 +77,10 @@ class Reference:
                 raise CheckpointError(
                     f"diffusers cannot load the checkpoint: {error}", where=checkpoint.name
                 ) from error
+        if dtype != "stored":
+            for part in self._pipeline.components.values():
+                if isinstance(part, torch.nn.Module):
+                    part.to(getattr(torch, dtype)).to(torch.float32)
         self._pipeline.set_progress_bar_config(disable=True)
 
     def component(self, spec: ComponentSpec, feeds: Mapping[str, Array]) -> dict[str, Array]:
