@@ -308,6 +308,18 @@ def test_damage_without_a_new_time_is_found_by_verify(built):
     assert "every byte read again" in call("--verify").stdout
 
 
+def test_verify_reads_the_export_and_the_store_again_too(built, workspace):
+    call()
+    damage(engine_file(built.parent, built), keep_time=True)
+    shutil.rmtree(built)
+    said = call("--verify")
+    assert "warning: the stored denoiser is damaged and is made again" in said.stderr
+    damage(workspace / "exports/toy/weights/unet.safetensors", keep_time=True)
+    assert "up to date" in call().stdout
+    with pytest.raises(ArtefactError, match="was changed after the export"):
+        call("--verify")
+
+
 def test_a_bundle_whose_store_was_deleted_gives_what_it_has(built):
     for path in built.parent.iterdir():
         if path != built and path.is_dir():

@@ -79,8 +79,8 @@ class Listener:
     progress: Callable[[int, int], None] = lambda done, total: None  # noqa: ARG005
 
 
-def read_export(folder: Path) -> ExportManifest:
-    """Read an export and check its files against it. Raises UsageError and ArtefactError."""
+def read_export(folder: Path, *, fresh: bool = False) -> ExportManifest:
+    """Read an export and check its files against it, by every byte where `fresh`. Raises UsageError, ArtefactError."""
     file = folder / EXPORT_FILE
     if not file.is_file():
         raise UsageError(f"{folder} is not an export: it has no {EXPORT_FILE}", where=str(folder),
@@ -93,7 +93,7 @@ def read_export(folder: Path) -> ExportManifest:
         path = folder / name
         if not path.is_file():
             raise ArtefactError(f"the export has no {name}", where=str(path), hint="export again")
-        if file_digest(path) != sha256:
+        if file_digest(path, fresh=fresh) != sha256:
             raise ArtefactError(f"{name} was changed after the export", where=str(path), hint="export again")
     return export
 
@@ -154,7 +154,7 @@ def build(
         fresh = {piece.key for piece in survey.pieces if piece.state == "fresh" and not force}
         for planned in _every(plan):
             source = Store(out / ENGINES_FOLDER) if planned.key in fresh and planned is not plan.samplers else store
-            entry, piece = _make(planned, export, source, force=force, timeout=timeout, tell=tell)
+            entry, piece = _make(planned, export, source, force=force, verify=verify, timeout=timeout, tell=tell)
             entries[piece.name] = entry
             pieces.append(piece)
         for name, reason in entries["samplers"].manifest.realised.get("refused", {}).items():
@@ -172,6 +172,7 @@ def _make(
     store: Store,
     *,
     force: bool,
+    verify: bool,
     timeout: float | None,
     tell: Listener,
 ) -> tuple[Entry, Piece]:
@@ -193,7 +194,7 @@ def _make(
     def discarding(text: str) -> None:
         tell.note(f"warning: the stored {name} is damaged and is made again: {text}")
 
-    entry = store.put(planned.spec, make, force=force, waiting=tell.note, discarding=discarding)
+    entry = store.put(planned.spec, make, force=force, fresh=verify, waiting=tell.note, discarding=discarding)
     if not made:
         return entry, Piece(name, planned.key, "reused")
     return entry, Piece(name, planned.key, "made", entry.manifest.seconds, entry.manifest.peak_memory)

@@ -17,7 +17,7 @@ from typing import Any
 from trtdiff.digest import digest, file_digest
 from trtdiff.errors import CheckpointError, MissingDependency, UsageError
 from trtdiff.export.hub import fetch, is_hub_id, snapshot_origin
-from trtdiff.export.layout import DAMAGED, Configs, components_of, listing, read_config, read_json
+from trtdiff.export.layout import DAMAGED, Configs, components_of, left_out, listing, read_config, read_json
 from trtdiff.export.manifest import CheckpointOrigin
 from trtdiff.export.safetensors_index import TensorRef
 from trtdiff.export.weight_files import WeightFile, choose, files_of, read_tensors, weight_files
@@ -67,7 +67,8 @@ class Checkpoint:
                 weights[component] = chosen
         _check_variant(path, weights, variant)
         files = (_note(path / component, chosen) for component, chosen in weights.items())
-        notes = (*filter(None, [remark]), *files)
+        unfiltered = (f"{part}: not compiled, so pictures are not filtered" for part in left_out(index))
+        notes = (*filter(None, [remark]), *files, *unfiltered)
         return cls(path, name, commit, pipeline, configs, notes, weights)
 
     @property

@@ -24,7 +24,7 @@ _ROWS = 32
 
 
 class NonFiniteError(TrtdiffError):
-    """A network gave NaN or infinity; `call` and `image` say where first."""
+    """A network gave NaN or infinity; the message says at which step, and in which picture, first."""
 
 
 @dataclass(frozen=True)

@@ -71,12 +71,14 @@ class Store:
         make: Callable[[Path], Made],
         *,
         force: bool = False,
+        fresh: bool = False,
         waiting: Callable[[str], None] = lambda text: None,  # noqa: ARG005
         discarding: Callable[[str], None] = lambda text: None,  # noqa: ARG005
     ) -> Entry:
         """Give the entry of a spec; where there is none, `make` fills a folder and it becomes the entry.
 
-        A damaged entry is replaced, after `discarding` has been told what was wrong with it; `force` replaces any.
+        A damaged entry is replaced, after `discarding` has been told what was wrong with it; `force` replaces any, `fresh`
+        reads every byte of one before it is given.
         `waiting` is told when another process holds the key. Raises what `make` raises, and StorageError.
         """
         plain = spec_json(spec)
@@ -84,7 +86,7 @@ class Store:
         began = time.time_ns()
         with locked(self.path / key, waiting):
             try:
-                found = self.get(key)
+                found = self.get(key, fresh=fresh)
             except ArtefactError as error:
                 discarding(str(error))
                 found = None

@@ -66,7 +66,7 @@ def build(
         folder = only_folder(EXPORTS, "export.json", what="export", make="trtdiff export CHECKPOINT")
         note(f"export {folder} (the only one there is)")
     overrides = ShapeProfile.parse(profile)
-    export = read_export(folder)
+    export = read_export(folder, fresh=verify)
     if out is None:
         out = ENGINES / export.name
         note(f"bundle {out} (default)")

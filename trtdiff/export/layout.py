@@ -50,6 +50,11 @@ def components_of(index: Mapping[str, Any], path: Path) -> dict[str, str]:
     return found
 
 
+def left_out(index: Mapping[str, Any]) -> tuple[str, ...]:
+    """Name what the pipeline has and trtdiff does not compile, of what changes pictures."""
+    return tuple(name for name in ("safety_checker",) if index.get(name, [None, None]) != [None, None])
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Read a component's config.
 

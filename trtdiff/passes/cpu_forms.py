@@ -25,7 +25,7 @@ MICROSOFT = "com.microsoft"
 
 
 def cpu_forms(model: "ir.Model") -> None:
-    """Apply the rules. Requires nothing; ensures the same inputs and outputs."""
+    """Apply the rules. Requires inferred shapes, without which a node stays as it is; keeps inputs and outputs."""
     rules = {"Attention": _attention, "GroupNormalization": _group_norm, "Gelu": _gelu}
     changed = False
     for node in list(model.graph):
