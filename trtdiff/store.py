@@ -77,9 +77,9 @@ class Store:
     ) -> Entry:
         """Give the entry of a spec; where there is none, `make` fills a folder and it becomes the entry.
 
-        A damaged entry is replaced, after `discarding` has been told what was wrong with it; `force` replaces any, `fresh`
-        reads every byte of one before it is given.
-        `waiting` is told when another process holds the key. Raises what `make` raises, and StorageError.
+        A damaged entry is replaced, after `discarding` has been told what was wrong with it; `force` replaces any;
+        `fresh` reads every byte of one before it is given. `waiting` is told when another process holds the key.
+        Raises what `make` raises, and StorageError.
         """
         plain = spec_json(spec)
         key = key_of(plain)
