@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtdiff.cli.options import ENGINES, HELP, json_option, note, only_folder
+from trtdiff.cli.options import ENGINES, HELP, console, json_option, note, only_folder
 
 if TYPE_CHECKING:
     from trtdiff.parity.check import Planned, Report
@@ -101,7 +101,6 @@ def _ticker(components: int) -> Any:
 
 
 def _print_plan(planned: Sequence["Planned"]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from trtdiff.parity.plan import flops_per_second
@@ -111,17 +110,17 @@ def _print_plan(planned: Sequence["Planned"]) -> None:
     for item in planned:
         memory = f"{item.peak_bytes / 1e9:.2f} GB"
         table.add_row(item.point, item.case.spec.name, item.case.at, memory, f"{item.flops / rate:.2g} s")
-    Console(highlight=False, stderr=True).print(table)
+    console(stderr=True).print(table)
 
 
 def _print_report(report: "Report") -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     if sys.stderr.isatty():
         click.echo("\r\x1b[K", nl=False, err=True)
-    console = Console(highlight=False)
-    table = Table("compared", "at", "difference", "tolerance", "verdict", "worst place")
+    out = console()
+    columns = (Column("compared", no_wrap=True), "at", "difference", "tolerance", "verdict", "worst place")
+    table = Table(*columns)
     before = ""
     for result in report.results:
         if before and result.name.partition(".")[0] != before:
@@ -133,5 +132,5 @@ def _print_report(report: "Report") -> None:
         table.add_row(
             result.name, result.at, shown, f"{result.tolerance:g}{unit}", verdict, result.problem or result.worst
         )
-    console.print(table)
-    console.print(("[green]" if report.passed else "[red]") + report.verdict)
+    out.print(table)
+    out.print(("[green]" if report.passed else "[red]") + report.verdict)

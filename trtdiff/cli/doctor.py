@@ -16,7 +16,7 @@ import click
 
 from trtdiff import __version__
 from trtdiff.backends import BACKENDS, TARGETS, backend
-from trtdiff.cli.options import HELP, json_option
+from trtdiff.cli.options import HELP, console, json_option
 from trtdiff.errors import MissingDependency
 from trtdiff.machine import available_memory, physical_cores
 
@@ -147,11 +147,10 @@ def doctor(*, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(asdict(found), indent=2))
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    out = console()
     machine = Table.grid(padding=(0, 2))
     facts: dict[str, Any] = {
         "trtdiff": found.trtdiff,
@@ -164,15 +163,15 @@ def doctor(*, as_json: bool) -> None:
     }
     for name, value in facts.items():
         machine.add_row(name, Text(str(value)))
-    console.print(machine)
+    out.print(machine)
     table = Table("extra", "library", "installed")
     for extra, libraries in found.libraries.items():
         for library in libraries:
             table.add_row(extra, library.name, library.found or "[red]missing[/red]")
-    console.print(table)
+    out.print(table)
     abilities = Table("to", "this machine can")
     for verb, answer in found.can.items():
         abilities.add_row(verb, Text(answer))
-    console.print(abilities)
+    out.print(abilities)
     for problem in found.problems:
-        console.print(Text(f"problem: {problem}", style="yellow"))
+        out.print(Text(f"problem: {problem}", style="yellow"))

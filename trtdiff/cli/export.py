@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtdiff.cli.options import EXPORTS, HELP, json_option, note
+from trtdiff.cli.options import EXPORTS, HELP, console, json_option, note
 
 if TYPE_CHECKING:
     from trtdiff.export.export import Export, Reporter
@@ -81,7 +81,6 @@ def _document(made: "Export") -> dict[str, Any]:
 
 
 def _print_table(made: "Export") -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -98,9 +97,9 @@ def _print_table(made: "Export") -> None:
             f"{report.seconds:.1f}",
             f"{max(errors):.1e}" if errors else "not checked",
         )
-    console = Console()
-    console.print(table)
-    console.print(f"[bold]{made.folder}[/bold]", highlight=False, soft_wrap=True)
+    out = console()
+    out.print(table)
+    out.print(f"[bold]{made.folder}[/bold]", highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -109,14 +108,14 @@ def _progress() -> "Iterator[Reporter]":
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    terminal = Console(stderr=True)
+    if not terminal.is_terminal:
         yield _Notes()
         return
     columns = (
         SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     )  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=terminal, transient=True) as progress:
         yield _Stages(progress)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from trtdiff.cli.options import HELP, json_option
+from trtdiff.cli.options import HELP, console, json_option
 
 
 @click.command(context_settings=HELP)
@@ -27,21 +27,20 @@ def inspect(path: Path, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(asdict(found), indent=2, default=str))
         return
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
-    console.print(Text(f"{found.kind}: {found.path}", style="bold"))
+    out = console()
+    out.print(Text(f"{found.kind}: {found.path}", style="bold"))
     facts = Table.grid(padding=(0, 2))
     for name, value in found.facts.items():
         facts.add_row(name, Text(_words(value)))
-    console.print(facts)
+    out.print(facts)
     for table in found.tables:
         shown = Table(*table.columns, title=table.title, title_justify="left")
         for row in table.rows:
             shown.add_row(*map(Text, row))
-        console.print(shown)
+        out.print(shown)
 
 
 def _words(value: Any) -> str:

@@ -6,16 +6,21 @@ to a terminal.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from trtdiff.errors import UsageError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 EXPORTS = Path("exports")
 ENGINES = Path("engines")
+
+PIPED_WIDTH = 160
 
 HELP = {"help_option_names": ["-h", "--help"]}
 """Context settings of every command, so that `-h` works wherever one is called from."""
@@ -29,6 +34,18 @@ def json_option(command: F) -> F:
 def note(text: str) -> None:
     """Say something beside the result, on standard error: defaults that were chosen, what is up to date, warnings."""
     click.echo(text, err=True)
+
+
+def console(*, stderr: bool = False) -> "Console":
+    """Give a console for tables: as wide as the terminal, or wide enough to cut no word where nobody's terminal is."""
+    import os
+
+    from rich.console import Console
+
+    made = Console(highlight=False, stderr=stderr)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = PIPED_WIDTH
+    return made
 
 
 def only_folder(parent: Path, marker: str, *, what: str, make: str) -> Path:
