@@ -16,7 +16,6 @@ import argparse
 import copy
 import itertools
 import json
-import os
 import random
 import resource
 import shutil
@@ -27,8 +26,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads would be counted as work; read by `import torch`
 
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
