@@ -1,0 +1,249 @@
+"""Compute in float16 or bfloat16, with islands that stay in float32.
+
+Every node is either in half precision or in an island. Where a value crosses, one `Cast` is written for all its readers
+on that side, so islands that touch are one island, and no value goes down and up again. The graph's own inputs and
+outputs keep their types: whoever binds it need not know.
+
+A weight that the checkpoint stores in the wanted type is read as it lies there; any other is converted when it is
+written, one tensor at a time.
+"""
+
+from collections.abc import Collection, Iterator
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+
+from trtdiff.errors import BuildError
+from trtdiff.passes.derived import derived_weight, forget_if_unused
+from trtdiff.types import Array
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Half: TypeAlias = Literal["float16", "bfloat16"]
+MODULE = "module"
+"""Metadata key of a node: the PyTorch module that it came from."""
+LARGEST = {"float16": 65504.0, "bfloat16": 3.39e38}
+
+
+def half_precision(model: "ir.Model", *, dtype: Half = "float16", keep: str = "") -> None:
+    """Turn a float32 graph into a strongly typed one of `dtype`.
+
+    `keep` lists patterns of module paths (`time_embedding*,mid_block.*`) that stay in float32. So do sines and cosines
+    with all that leads to them: a timestep of 981 and a half is no number of these types.
+
+    Requires a graph in which every value of a float type is float32, weights through one `Cast`. Ensures the same
+    inputs and outputs, and that every node has inputs of one type where its operator wants them equal. Raises
+    BuildError for a weight or constant beyond the type's range, and for a `keep` that no module matches.
+    """
+    _Typing(model, dtype, [pattern for pattern in keep.split(",") if pattern]).run()
+
+
+class _Typing:
+    """One graph on its way to two types."""
+
+    def __init__(self, model: "ir.Model", dtype: Half, keep: list[str]) -> None:
+        import onnx_ir as ir
+
+        self._graph = model.graph
+        self._dtype = dtype
+        self._half = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}[dtype]
+        self._full = ir.DataType.FLOAT
+        self._opset = model.opset_imports.get("", 23)
+        self._keep = keep
+        self._outputs = set(self._graph.outputs)
+        self._narrow: dict[ir.Value, ir.Value] = {}
+        """A float32 value → the same in half precision."""
+        self._wide: dict[ir.Value, ir.Value] = {}
+        """A value that became half → the same in float32."""
+
+    def run(self) -> None:
+        weights = [value for value in self._graph.initializers.values() if value.const_value is not None]
+        nodes = list(self._graph)
+        islands = self._islands(nodes)
+        for node in nodes:
+            if node in islands:
+                self._feed(node, range(len(node.inputs)), wide=True)
+            elif not self._is_stored_weight(node):
+                self._halve(node)
+        self._restore_outputs()
+        self._clean(nodes, weights)
+
+    # --- which nodes stay
+
+    def _islands(self, nodes: "list[ir.Node]") -> "set[ir.Node]":
+        """Nodes of the kept modules, and what sines and cosines are computed from."""
+        kept = set()
+        unmatched = set(self._keep)
+        for node in nodes:
+            module = node.metadata_props.get(MODULE, "")
+            matching = [pattern for pattern in self._keep if fnmatchcase(module, pattern)]
+            unmatched -= set(matching)
+            if matching:
+                kept.add(node)
+        if unmatched:
+            raise BuildError(
+                f"no module matches {', '.join(sorted(unmatched))}", where=f"graph {self._graph.name}",
+                hint="name modules as `trtdiff inspect` lists them for the graph; * stands for any part"
+            )  # fmt: skip
+        waiting = [node for node in nodes if node.op_type in {"Sin", "Cos"}]
+        while waiting:
+            node = waiting.pop()
+            kept.add(node)
+            before = [value.producer() for value in node.inputs if value is not None and value.dtype == self._full]
+            waiting += [found for found in before if found is not None and found not in kept]
+        return {node for node in kept if not self._is_stored_weight(node)}
+
+    def _is_stored_weight(self, node: "ir.Node") -> bool:
+        """Whether a node only widens a weight: it goes with its last reader in float32."""
+        (value, *others) = node.inputs
+        return node.op_type == "Cast" and not others and value is not None and value.is_initializer()
+
+    # --- one node
+
+    def _halve(self, node: "ir.Node") -> None:
+        import onnx_ir as ir
+
+        allowed = list(self._allowed(node))
+        places = [place for place, fits in enumerate(allowed[: len(node.inputs)]) if fits]
+        outputs = [value for value, fits in zip(node.outputs, allowed[len(node.inputs) :], strict=True) if fits]
+        outputs = [value for value in outputs if value.dtype == self._full]
+        floats = [value for value in node.inputs if value is not None and value.dtype in {self._full, self._half}]
+        if not outputs and not floats:
+            return
+        if node.op_type == "Cast":
+            if outputs:  # from integers, or a widening of what is half now
+                node.attributes["to"] = ir.AttrInt64("to", int(self._half))
+        elif node.op_type in {"Constant", "ConstantOfShape"}:
+            if "value" in node.attributes and outputs:
+                tensor = node.attributes["value"].as_tensor()
+                node.attributes["value"] = ir.AttrTensor("value", self._rounded(tensor.numpy(), str(node.name)))
+            elif outputs:
+                return  # value_float: its readers narrow it
+        else:
+            self._feed(node, places, wide=False)
+            self._feed(node, [place for place in range(len(node.inputs)) if place not in places], wide=True)
+        for value in outputs:
+            value.dtype = self._half
+
+    def _allowed(self, node: "ir.Node") -> Iterator[bool]:
+        """Whether each input, then each output, may be half as the operator's definition has it."""
+        import onnx
+
+        try:
+            schema = onnx.defs.get_schema(node.op_type, self._opset, node.domain)
+        except onnx.defs.SchemaError:
+            raise BuildError(
+                f"operator {node.domain or 'ai.onnx'}::{node.op_type} is not defined", where=f"node {node.name}"
+            ) from None
+        wanted = f"tensor({self._dtype})"
+        types = {entry.type_param_str: entry.allowed_type_strs for entry in schema.type_constraints}
+        for values, formal in ((node.inputs, schema.inputs), (node.outputs, schema.outputs)):
+            for place in range(len(values)):
+                kind = formal[min(place, len(formal) - 1)].type_str  # the last may be variadic
+                yield wanted in types.get(kind, [kind])
+
+    def _feed(self, node: "ir.Node", places: Collection[int], *, wide: bool) -> None:
+        """Let a node read these inputs in float32, or in half precision."""
+        for place in places:
+            value = node.inputs[place]
+            if value is None or value.dtype not in {self._full, self._half}:
+                continue
+            if wide and value.dtype == self._half and not value.is_initializer():
+                node.replace_input_with(place, self._widened(value))
+            elif not wide and value.dtype == self._full:
+                node.replace_input_with(place, self._narrowed(value))
+
+    # --- one value
+
+    def _widened(self, value: "ir.Value") -> "ir.Value":
+        if value not in self._wide:
+            self._wide[value] = self._cast(value, self._full, "float32")
+        return self._wide[value]
+
+    def _narrowed(self, value: "ir.Value") -> "ir.Value":
+        if value not in self._narrow:
+            producer = value.producer()
+            if value.is_initializer():
+                self._narrow[value] = self._converted(value, value)
+            elif producer is not None and self._is_stored_weight(producer) and producer.inputs[0] is not None:
+                self._narrow[value] = self._converted(producer.inputs[0], value)
+            else:
+                self._narrow[value] = self._cast(value, self._half, self._dtype)
+        return self._narrow[value]
+
+    def _cast(self, value: "ir.Value", to: "ir.DataType", suffix: str) -> "ir.Value":
+        """Write one Cast right behind where the value comes from."""
+        import onnx_ir as ir
+
+        node = ir.node("Cast", [value], {"to": int(to)}, name=f"{value.name}/{suffix}")
+        made = node.outputs[0]
+        made.name, made.shape, made.type = f"{value.name}/{suffix}", value.shape, ir.TensorType(to)
+        producer = value.producer()
+        if producer is not None:
+            node.metadata_props.update(producer.metadata_props)
+            self._graph.insert_after(producer, node)
+        elif len(self._graph):
+            self._graph.insert_before(self._graph[0], node)
+        return made
+
+    def _converted(self, stored: "ir.Value", value: "ir.Value") -> "ir.Value":
+        """Give a weight in half precision: itself, where it is stored so."""
+        import onnx_ir as ir
+
+        tensor = stored.const_value
+        if tensor is None or tensor.dtype == self._half:
+            return stored
+        name = f"{stored.name}.{self._dtype}"
+        if tensor.nbytes <= SMALL_BYTES:
+            constant = self._rounded(tensor.numpy(), str(value.name))
+            made = ir.Value(name=name, shape=ir.Shape(constant.shape), type=ir.TensorType(self._half))
+            made.const_value = constant
+            self._graph.register_initializer(made)
+            return made
+        where = str(stored.name)
+        return derived_weight(
+            stored, name, lambda array: self._fitting(array, where), dtype=self._half, shape=tensor.shape.numpy()
+        )
+
+    def _rounded(self, array: Array, where: str) -> "ir.Tensor[Array]":
+        import onnx_ir as ir
+
+        return ir.Tensor(self._fitting(array, where), dtype=self._half)
+
+    def _fitting(self, array: Array, where: str) -> Array:
+        """Round to half precision; a number beyond its range is an error, an infinity (a mask) is not."""
+        single = array.astype(np.float32)
+        finite = np.abs(single[np.isfinite(single)])
+        largest = float(finite.max(initial=0))
+        if largest > LARGEST[self._dtype]:
+            raise BuildError(
+                f"a weight reaches {largest:.3g}, {self._dtype} ends at {LARGEST[self._dtype]:.3g}",
+                where=f"weight {where}", hint="build with --precision bf16 or fp32, or keep its module in float32"
+            )  # fmt: skip
+        rounded: Array = single.astype(self._half.numpy())
+        return rounded
+
+    # --- the ends
+
+    def _restore_outputs(self) -> None:
+        """Give outputs of the graph the type they had, under the name they had."""
+        for place, value in enumerate(self._graph.outputs):
+            if value.dtype == self._half:
+                name = str(value.name)
+                made = self._widened(value)
+                value.name, made.name = f"{name}/{self._dtype}", name
+                self._graph.outputs[place] = made
+
+    def _clean(self, nodes: "list[ir.Node]", weights: "list[ir.Value]") -> None:
+        """Remove what nobody reads any more: widenings of weights, and weights that were converted."""
+        for node in nodes:
+            if self._is_stored_weight(node) and not node.outputs[0].uses() and node.outputs[0] not in self._outputs:
+                self._graph.remove(node, safe=True)
+        for value in weights:
+            forget_if_unused(value)
+
+
+SMALL_BYTES = 1024
+"""Up to this size a constant is converted at once, and stays in the graph file."""

@@ -1,0 +1,70 @@
+"""Show on a CPU what a graph in half precision computes: every value rounded as it would be stored.
+
+ONNX Runtime has next to no kernels for float16 on a CPU: it computes typed graphs in float32 and narrows where it must,
+so an overflow between two nodes never shows; for bfloat16 it has none at all. Here every half value becomes float32
+with `Cast(half) → Cast(float32)` behind the node that makes it. Run such a graph with graph optimizations off: they
+would take the pairs out. Inside a node sums are float32, as they are in the kernels of GPUs.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+
+def round_values(model: "ir.Model") -> None:
+    """Turn a graph that `half_precision` made into one in float32 that rounds every value to its type.
+
+    Requires nothing. Ensures that no node but `Cast` reads or writes a half value, and the same inputs and outputs.
+    """
+    import onnx_ir as ir
+
+    graph = model.graph
+    halves = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+    widened: dict[ir.Value, ir.Value] = {}
+    for node in list(graph):
+        for place, value in enumerate(node.inputs):
+            if value is not None and value.is_initializer() and value.dtype in halves and node.op_type != "Cast":
+                if value not in widened:
+                    widened[value] = _cast(graph, value, ir.DataType.FLOAT, before=node)
+                node.replace_input_with(place, widened[value])
+        for value in node.outputs:
+            if value.dtype in halves:
+                _round(graph, node, value)
+
+
+def _round(graph: "ir.Graph", node: "ir.Node", value: "ir.Value") -> None:
+    """Let the readers of a half value read its float32 form, rounded."""
+    import onnx_ir as ir
+
+    half = value.dtype
+    readers = [(use.node, use.idx) for use in value.uses()]
+    narrow = value
+    if node.op_type not in {"Cast", "Constant", "ConstantOfShape"}:  # those write a half value as it is
+        value.dtype = ir.DataType.FLOAT
+        narrow = _cast(graph, value, half or ir.DataType.FLOAT16, after=node)
+    maker = narrow.producer()
+    wide = _cast(graph, narrow, ir.DataType.FLOAT, after=maker)
+    for reader, place in readers:
+        reader.replace_input_with(place, wide)
+
+
+def _cast(
+    graph: "ir.Graph",
+    value: "ir.Value",
+    to: "ir.DataType",
+    *,
+    before: "ir.Node | None" = None,
+    after: "ir.Node | None" = None,
+) -> "ir.Value":
+    import onnx_ir as ir
+
+    node = ir.node("Cast", [value], {"to": int(to)}, name=f"{value.name}/{to.name.lower()}")
+    made = node.outputs[0]
+    made.name, made.shape, made.type = node.name, value.shape, ir.TensorType(to)
+    if after is not None:
+        node.metadata_props.update(after.metadata_props)
+        graph.insert_after(after, node)
+    elif before is not None:
+        graph.insert_before(before, node)
+    return made
