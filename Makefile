@@ -16,15 +16,15 @@ help:
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt hatchling editables
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[compile,cpu,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[compile,cpu,rtx,dev]'
 	@touch $@
 
 demo: $(READY)
 	$(BIN)/trtdiff export checkpoints/digits
 	$(BIN)/trtdiff build exports/digits
 	$(BIN)/trtdiff run engines/digits "a handwritten seven, red ink on a yellow page" \
-	    "a handwritten three, blue ink on a white page" "the digit 5 in white on black paper" \
-	    --count 4 --seed 7 --grid -o engines/demo.png
+	    "a handwritten three, blue ink on a white page" "the digit 5 in white on navy paper" \
+	    "green 8, pink background" --count 8 --guidance 3 --seed 7 --grid -o engines/demo.png
 	$(BIN)/trtdiff check engines/digits --against checkpoints/digits
 	@echo "pictures: engines/demo.png"
 

@@ -27,8 +27,8 @@ def main() -> None:
     trtdiff = [sys.executable, "-c", "from trtdiff.cli import main; main()"]
     build = [*trtdiff, "build", str(exported), "-o", str(out), "--schedulers", "ddim"]
     print(f"{'':20} {'wall s':>8} {'cpu s':>8} {'peak GB':>8}")
-    measure("export", [*trtdiff, "export", str(checkpoint), "-o", str(exported), "--no-check"])
-    measure("build", build)
+    measure("export", [*trtdiff, "export", str(checkpoint), "-o", str(exported), "--no-check", "--force"])
+    measure("build", [*build, "--force"])
     for _ in range(arguments.again):
         measure("build, unchanged", build)
 

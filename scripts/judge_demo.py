@@ -37,8 +37,8 @@ Palette = dict[str, tuple[int, int, int]]
 
 PASS = 0.97
 BELOW = 3  # the exit code of a verdict below PASS
-SIZE = 32  # pixels; a digit's own 28 without their empty margin of 2, enlarged
-CORNER = 4  # pixels: the side of the four squares that no digit reaches
+SIZE = 32  # pixels; a digit's own 28 without their margin of 2, which is nearly empty, enlarged
+CORNER = 4  # pixels: the side of the four squares that are mostly page
 INK_SHARE = 0.025  # of the pixels: the core of the strokes, even of a thin one
 
 
@@ -104,7 +104,7 @@ def judge(
 ) -> list[Reading]:
     """Read every picture; the i-th answers the i-th question. A picture is right where its reading says what was asked.
 
-    Colours: the page is the mean of the corners, where no digit reaches; the ink is the mean of the pixels farthest
+    Colours: the page is the median of the corners, which few digits reach; the ink is the mean of the pixels farthest
     from the page, in RGB. Each is then called by the nearest of the colours that the checkpoint was taught for it.
 
     Digit: ink coverage is how far each pixel lies on the way from page to ink, 0 to 1, which is what real digits are
@@ -129,7 +129,7 @@ def judge(
 def colours(picture: Array) -> tuple[Array, Array, Array]:
     """Ink [3], page [3] and the coverage [32, 32] of a picture [32, 32, 3] in 0..255."""
     edge = np.r_[0:CORNER, SIZE - CORNER : SIZE]
-    page = picture[np.ix_(edge, edge)].mean(axis=(0, 1))
+    page = np.median(picture[np.ix_(edge, edge)], axis=(0, 1))
     far = np.linalg.norm(picture - page, axis=-1)
     ink = picture[far >= np.quantile(far, 1 - INK_SHARE)].mean(axis=0)
     way = ink - page

@@ -128,7 +128,8 @@ def random_caption(digit: int, ink: str, page: str, rng: random.Random) -> str:
 def load_digits() -> tuple[Tensor, Tensor]:
     """The 5,000 digits as ink coverage [N, 1, 32, 32] in 0..1, and their labels [N].
 
-    Their empty margin goes, so that strokes are wide enough to carry a colour through the autoencoder.
+    Their margin, in which lies one in 400 of the ink, goes, so that strokes are wide enough to carry a colour through
+    the autoencoder.
     """
     pixels, labels = mnist_data()
     coverage = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 28, 28) / 255

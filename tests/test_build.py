@@ -97,7 +97,7 @@ def test_defaults_are_said_and_a_bundle_that_runs_is_made(first):
         "export exports/toy (the only one",
         "bundle engines/toy",
         "target cpu (default",
-        "precision fp32 (default)",
+        "precision fp32 (default for this target)",
     ):
         assert said in result.stderr
     assert "memory" in result.stderr
@@ -305,7 +305,7 @@ def test_damage_without_a_new_time_is_found_by_verify(built):
     damage(engine_file(built / "engines", built), keep_time=True)
     assert "up to date" in call().stdout
     assert "is damaged" in call("--verify").stdout
-    assert "every byte read again" in call("--verify").stdout
+    assert "every byte of both read again" in call("--verify").stdout
 
 
 def test_verify_reads_the_export_and_the_store_again_too(built, workspace):
@@ -327,6 +327,60 @@ def test_a_bundle_whose_store_was_deleted_gives_what_it_has(built):
     said = call("--profile", "height=32:64:256").stdout
     assert next(line for line in said.splitlines() if line.startswith("text_encoder")).endswith("reused")
     Bundle.open(built).verify(fresh=True)
+
+
+def test_an_export_that_changes_while_it_is_built_is_an_error_and_nothing_is_kept(workspace, monkeypatch):
+    def changing(task, arguments, **options):
+        outcome = in_process(task, arguments, **options)
+        if str(arguments.get("graph", "")).endswith("denoiser.onnx"):
+            damage(workspace / "exports/toy/denoiser.onnx")
+        return outcome
+
+    monkeypatch.setattr(worker, "run", changing)
+    with pytest.raises(ArtefactError, match=r"denoiser.onnx was changed after the export"):
+        call()
+    assert not (workspace / "engines/toy").exists()
+    made = [json.loads(path.read_text())["spec"] for path in (workspace / "engines").glob("*/manifest.json")]
+    assert [spec.get("component") for spec in made] == ["text_encoder"]
+
+
+def test_a_store_inside_of_the_bundle_is_refused(workspace):
+    for store in ("engines/toy", "engines/toy/store"):
+        with pytest.raises(UsageError, match="lies in the bundle"):
+            call("-o", "engines/toy", "--store", store)
+
+
+def test_half_made_folders_are_no_exports(workspace):
+    shutil.copytree(workspace / "exports/toy", workspace / "exports/.toy.part")
+    assert "toy (the only one" in call("--dry-run").stderr
+    (workspace / "exports/toy/export.json").unlink()
+    with pytest.raises(UsageError, match="there is no export"):
+        call("--dry-run")
+
+
+# --- precisions and targets -------------------------------------------------------------------------------------------
+
+
+def test_a_precision_that_a_target_is_not_built_in_says_which_are(workspace):
+    with pytest.raises(UsageError, match="target cpu is not built in fp16") as caught:
+        call("--precision", "fp16", "--target", "cpu")
+    assert caught.value.hint == "for this target: fp32; fp16 is built for: rtx, rounded"
+    for target, words in (
+        ("gpu", "no target is called 'gpu'"),
+        ("cpu:sm89", "takes no device"),
+        ("rtx:89", "'89' is not"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            call("--target", target)
+
+
+def test_a_device_is_part_of_the_key(workspace):
+    keys = {}
+    for target in ("rtx", "rtx:sm89", "rtx:sm89,sm120", "rtx:SM120,sm89"):
+        found = json.loads(call("--target", target, "--precision", "fp16", "--dry-run", "--json").stdout)
+        keys[target] = next(piece["key"] for piece in found["pieces"] if piece["name"] == "denoiser")
+    assert len(set(keys.values())) == 3
+    assert keys["rtx:sm89,sm120"] == keys["rtx:SM120,sm89"]
 
 
 # --- requests that cannot be meant -----------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_opening_looks_at_sizes_and_presence(bundle):
     with pytest.raises(ArtefactError, match=r"engine/model.onnx cannot be read: No such file") as caught:
         Bundle.open(bundle)
     assert str(entry) in caught.value.where
-    assert "--force" in caught.value.hint
+    assert "build again" in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["samplers.safetensors", "tokenizers/tokenizer.json"])

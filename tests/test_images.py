@@ -115,12 +115,19 @@ def test_a_folder_is_no_picture(tmp_path):
     ("count", "columns", "size"), [(1, None, (1, 1)), (4, None, (2, 2)), (5, None, (3, 2)), (6, 2, (2, 3))]
 )
 def test_a_contact_sheet_holds_every_picture_in_order(count, columns, size):
-    images = [picture(8, 6, seed) for seed in range(count)]
+    images = [picture(80, 60, seed) for seed in range(count)]
     sheet = grid(images, columns)
-    assert sheet.size == (size[0] * 8, size[1] * 6)
+    assert sheet.size == (size[0] * 80, size[1] * 60)
     for index, image in enumerate(images):
-        left, top = index % size[0] * 8, index // size[0] * 6
-        assert pixel_digest(sheet.crop((left, top, left + 8, top + 6))) == pixel_digest(image)
+        left, top = index % size[0] * 80, index // size[0] * 60
+        assert pixel_digest(sheet.crop((left, top, left + 80, top + 60))) == pixel_digest(image)
+
+
+def test_small_pictures_are_enlarged_on_a_contact_sheet_pixel_by_pixel():
+    image = picture(40, 30, 0)
+    sheet = grid([image, image])
+    assert sheet.size == (2 * 3 * 40, 3 * 30)  # three times: 120 of at most 128 pixels
+    assert pixel_digest(sheet.crop((0, 0, 120, 90)).resize((40, 30), Image.Resampling.NEAREST)) == pixel_digest(image)
 
 
 def test_a_contact_sheet_of_nothing_is_refused():

@@ -73,7 +73,12 @@ def test_a_bundle_can_be_moved(pipeline, tiny_bundle, tmp_path):
         assert moved("a cat", steps=2).receipt.pictures == pipeline("a cat", steps=2).receipt.pictures
 
 
-@pytest.mark.parametrize("name", ["", "nowhere", "bundle.json"])
+def test_a_path_that_does_not_exist_is_a_request_that_cannot_be_meant(tmp_path):
+    with pytest.raises(UsageError, match="there is no bundle"):
+        trtdiff.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["", "bundle.json"])
 def test_a_path_that_is_no_bundle(tmp_path, name):
     (tmp_path / "bundle.json").write_text("{")
     path = tmp_path / name if name else tmp_path

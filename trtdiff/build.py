@@ -17,7 +17,7 @@ from trtdiff.bundle import BUNDLE_FILE, BUNDLE_SCHEMA, ENGINES_FOLDER, SAMPLERS_
 from trtdiff.digest import file_digest
 from trtdiff.errors import ArtefactError, UsageError
 from trtdiff.estimate import check_disk, check_memory, engine_needs, size
-from trtdiff.export.manifest import EXPORT_SCHEMA, ExportManifest
+from trtdiff.export.manifest import EXPORT_FILE, EXPORT_SCHEMA, ExportManifest
 from trtdiff.files import FileFacts, copy_file, sync_folder
 from trtdiff.manifest import Made, differences
 from trtdiff.plan import BuildPlan, PlannedEngine, PlannedSamplers
@@ -28,7 +28,6 @@ from trtdiff.whole import locked, replaced_folder
 
 Planned: TypeAlias = PlannedEngine | PlannedSamplers
 State: TypeAlias = Literal["fresh", "in store", "to make", "made", "reused"]
-EXPORT_FILE = "export.json"
 _SAMPLERS_MEMORY = 700 << 20
 """Resident size of the worker that compiles schedulers with torch and diffusers (measured: 560 MB)."""
 
@@ -89,13 +88,21 @@ def read_export(folder: Path, *, fresh: bool = False) -> ExportManifest:
     wanted = {export.tokenizers[name]: sha256 for name, sha256 in export.tokenizer_sha256.items()}
     for component in export.components:
         wanted |= {component.graph: component.graph_sha256, **component.weights}
-    for name, sha256 in wanted.items():
-        path = folder / name
-        if not path.is_file():
-            raise ArtefactError(f"the export has no {name}", where=str(path), hint="export again")
-        if file_digest(path, fresh=fresh) != sha256:
-            raise ArtefactError(f"{name} was changed after the export", where=str(path), hint="export again")
+    check_export(folder, wanted, fresh=fresh)
     return export
+
+
+def check_export(folder: Path, files: Mapping[str, str], *, fresh: bool = False) -> None:
+    """Raise ArtefactError for the first file of an export that is not what its manifest says, by name → sha256."""
+    for name, sha256 in files.items():
+        path = folder / name
+        try:
+            found = file_digest(path, fresh=fresh)
+        except OSError as error:
+            reason = "has no" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror}):"
+            raise ArtefactError(f"the export {reason} {name}", where=str(path), hint="export again") from None
+        if found != sha256:
+            raise ArtefactError(f"{name} was changed after the export", where=str(path), hint="export again")
 
 
 def survey_bundle(plan: BuildPlan, out: Path, store: Store, *, fresh: bool = False) -> Survey:
@@ -112,7 +119,7 @@ def survey_bundle(plan: BuildPlan, out: Path, store: Store, *, fresh: bool = Fal
         else:
             problem = "there is no such bundle yet"
     except ArtefactError as error:
-        problem = str(error)
+        problem = f"{error.message} ({error.where})"
     pieces = []
     for planned in _every(plan):
         name = _name(planned)
@@ -145,6 +152,9 @@ def build(
     began = time.monotonic()
     if out.exists() and not (out / BUNDLE_FILE).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} is there and is not a bundle", where="-o", hint="name another folder, or remove it")
+    if store.path.resolve().is_relative_to(out.resolve()):
+        raise UsageError(f"the store {store.path} lies in the bundle {out}, which is replaced as a whole",
+                         where="--store", hint="keep the store outside of the bundle")  # fmt: skip
     with locked(out, tell.note):
         survey = survey_bundle(plan, out, store, fresh=verify)
         if survey.up_to_date and not force:
@@ -154,7 +164,8 @@ def build(
         fresh = {piece.key for piece in survey.pieces if piece.state == "fresh" and not force}
         for planned in _every(plan):
             source = Store(out / ENGINES_FOLDER) if planned.key in fresh and planned is not plan.samplers else store
-            entry, piece = _make(planned, export, source, force=force, verify=verify, timeout=timeout, tell=tell)
+            again = verify and source is store  # what lies in the bundle was read by the survey
+            entry, piece = _make(planned, export, source, force=force, verify=again, timeout=timeout, tell=tell)
             entries[piece.name] = entry
             pieces.append(piece)
         for name, reason in entries["samplers"].manifest.realised.get("refused", {}).items():
@@ -185,6 +196,9 @@ def _make(
         tell.stage(name)
         task, arguments = _task(planned, export, folder)
         outcome = worker.run(task, arguments, what=name, timeout=timeout, progress=tell.progress)
+        if isinstance(planned, PlannedEngine):
+            component = planned.component
+            check_export(export, {component.graph: component.graph_sha256, **component.weights})
         inputs, outputs = (
             tuple(TensorSpec(spec["name"], spec["dtype"], tuple(spec["dims"])) for spec in outcome.value.get(side, ()))
             for side in ("inputs", "outputs")
@@ -211,6 +225,8 @@ def _task(planned: Planned, export: Path, folder: Path) -> tuple[str, Mapping[st
         "graph": str((export / planned.component.graph).absolute()),
         "passes": list(planned.passes),
         "backend": spec.backend,
+        "device": spec.device,
+        "computes_in": spec.recipe["computes_in"],
         "profile": dict(spec.profile),
         "options": dict(spec.options),
         "out": out,
@@ -267,6 +283,7 @@ def _assemble(plan: BuildPlan, entries: Mapping[str, Entry], export: Path, out: 
             place = f"tokenizers/{name}.json"
             (folder / place).parent.mkdir(exist_ok=True)
             sha256 = manifest.tokenizer_sha256[name]
+            check_export(export, {source: sha256})
             copy_file(export / source, folder / place, sha256=sha256)
             files[place] = FileFacts((folder / place).stat().st_size, sha256)
             tokenizers[name] = place

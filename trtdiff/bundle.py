@@ -28,7 +28,7 @@ BUNDLE_SCHEMA = 1
 BUNDLE_FILE = "bundle.json"
 ENGINES_FOLDER = "engines"
 SAMPLERS_FILE = "samplers.safetensors"
-_AGAIN = "build the bundle again: trtdiff build --force"
+_AGAIN = "build again, with the same command: what is damaged is made anew"
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ class Bundle:
         """Read `bundle.json` and find every file it names. Raises ArtefactError."""
         path = Path(path)
         file = path / BUNDLE_FILE
+        if not path.exists():
+            raise UsageError(f"there is no bundle {path}", where=str(path.absolute().parent), hint="check the name")
         if not file.is_file():
             raise ArtefactError(f"{path} is not a bundle: it has no {BUNDLE_FILE}", where=str(path),
                                 hint="make one with: trtdiff build EXPORT -o engines/NAME")  # fmt: skip

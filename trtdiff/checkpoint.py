@@ -72,9 +72,9 @@ class Checkpoint:
         return cls(path, name, commit, pipeline, configs, notes, weights)
 
     @property
-    def variant(self) -> str | None:
-        """The variant that some component is read from; None where every file is the plain one."""
-        return next((chosen.variant for chosen in self._weights.values() if chosen.variant), None)
+    def variants(self) -> Mapping[str, str | None]:
+        """The variant that each component is read from; None for the plain files."""
+        return {name: chosen.variant or None for name, chosen in self._weights.items()}
 
     @property
     def weighted(self) -> tuple[str, ...]:

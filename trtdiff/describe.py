@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trtdiff.bundle import BUNDLE_FILE, Bundle
+from trtdiff.bundle import BUNDLE_FILE, SAMPLERS_FILE, Bundle
 from trtdiff.errors import ArtefactError, MissingDependency, UsageError
 from trtdiff.export.manifest import EXPORT_FILE, EXPORT_SCHEMA, ExportManifest
 from trtdiff.manifest import MANIFEST_FILE, read_manifest
@@ -100,12 +100,13 @@ def _export(path: Path) -> Description:
     for component in manifest.components:
         weights = sum((folder / name).stat().st_size for name in component.weights if (folder / name).is_file())
         for number, (spec_in, spec_out) in enumerate(_pairs(component.inputs, component.outputs)):
-            first = (component.name, _size((folder / component.graph).stat().st_size), _size(weights))
+            first = (component.name, _size(_bytes_of(folder / component.graph)), _size(weights))
             rows.append((*(first if number == 0 else ("", "", "")), spec_in, spec_out))
     facts = {
         "name": manifest.name,
         "family": manifest.family,
         "checkpoint": _origin(manifest.checkpoint),
+        "weights": manifest.dtype,
         "scheduler": manifest.scheduler.get("_class_name"),
         "made with": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
     }
@@ -208,6 +209,35 @@ def _graph(path: Path) -> Description:
     return Description("ONNX graph", str(path), facts, tables)
 
 
+def _bytes_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise ArtefactError(
+            f"{path.name} cannot be read: {error.strerror}", where=str(path), hint="export again"
+        ) from None
+
+
+def _tensors(path: Path) -> Description:
+    """Describe a safetensors file: sampler tables where it says so, else weights."""
+    from trtdiff.export.safetensors_index import read_index
+
+    if path.name == SAMPLERS_FILE:
+        return _samplers(path)
+    tensors = read_index(path)
+    counts = Counter(ref.dtype for ref in tensors.values())
+    facts = {
+        "size": _size(path.stat().st_size),
+        "parameters": f"{sum(_product(ref.shape) for ref in tensors.values()) / 1e6:.1f} M in {len(tensors)} tensors",
+        "stored as": ", ".join(f"{count} {dtype}" for dtype, count in counts.most_common()),
+    }
+    largest = sorted(tensors.items(), key=lambda item: item[1].nbytes, reverse=True)[:15]
+    rows = tuple((name, ref.dtype, "x".join(map(str, ref.shape)), _size(ref.nbytes)) for name, ref in largest)
+    return Description(
+        "weights", str(path), facts, (Table("largest tensors", ("tensor", "type", "shape", "size"), rows),)
+    )
+
+
 def _samplers(path: Path) -> Description:
     from trtdiff.sampler_book import SamplerBook
 
@@ -262,7 +292,7 @@ def _receipt(path: Path) -> Description:
         "weights": receipt.dtype,
         "precision": receipt.precision,
         "backend": f"{receipt.backend} {receipt.backend_version} on {receipt.device}",
-        "scheduler": f"{use.name}, {use.steps} steps, {use.calls} model calls",
+        "scheduler": f"{use.name} ({use.class_name}), {use.steps} steps, {use.calls} model calls",
         "guidance": receipt.guidance,
         "size": f"{receipt.width}x{receipt.height}",
         "seconds": f"{receipt.seconds:.3f}" + (", first run" if receipt.first_run else ""),
@@ -286,7 +316,7 @@ KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Description]], ...] 
     (_has("model_index.json"), _checkpoint),
     (_has(MANIFEST_FILE), _engine),
     (_suffix(".onnx"), _graph),
-    (_suffix(".safetensors"), _samplers),
+    (_suffix(".safetensors"), _tensors),
     (_suffix(".png"), _picture),
     (_is_receipt, _receipt),
 )

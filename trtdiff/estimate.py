@@ -15,8 +15,8 @@ _LIBRARIES = 180 << 20
 """Resident size of the worker once onnx-ir and a runtime are imported (measured: 140 MB)."""
 _GRAPH_FACTOR = 12
 """Bytes in memory for a byte of ONNX file without weights."""
-_TENSOR_FACTOR = 5
-"""Copies of the largest tensor while it is widened: 2 bytes an element read, 4 computed, 4 written."""
+_TENSOR_FACTOR = 2.5
+"""Of the largest tensor in float32, while it is widened: 2 bytes an element read, 4 computed, 4 written."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def engine_needs(planned: PlannedEngine, export: Path) -> Needs:
         largest = max(largest, *sizes, 0)
         widened += sum(sizes)
     graph = (export / planned.component.graph).stat().st_size
-    memory = _LIBRARIES + _GRAPH_FACTOR * graph + _TENSOR_FACTOR * largest // 2
+    memory = _LIBRARIES + _GRAPH_FACTOR * graph + int(_TENSOR_FACTOR * largest)
     return Needs(memory + backend(planned.spec.backend).memory(widened), graph + widened)
 
 

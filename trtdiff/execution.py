@@ -104,6 +104,7 @@ class Execution:
             loop=request.loop,
             scheduler=SchedulerUse(
                 name=self._table.name,
+                class_name=engines.book.samplers[self._table.name].class_name,
                 digest=self._table.digest,
                 steps=request.steps,
                 start=request.start,

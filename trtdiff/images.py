@@ -75,14 +75,21 @@ def pixel_digest(image: Image.Image) -> str:
 
 
 def grid(images: Sequence[Image.Image], columns: int | None = None) -> Image.Image:
-    """Lay pictures of one size on a contact sheet, row by row; nearly square unless `columns` says otherwise."""
+    """Lay pictures of one size on a contact sheet, row by row; nearly square unless `columns` says otherwise.
+
+    Pictures smaller than 128 pixels are enlarged by a whole factor, pixel by pixel, so that a sheet can be looked at.
+    """
     if not images:
         raise UsageError("a contact sheet needs at least one picture")
     columns = columns or math.ceil(math.sqrt(len(images)))
-    width, height = images[0].size
+    factor = max(1, 128 // max(images[0].size))
+    width, height = (side * factor for side in images[0].size)
     sheet = Image.new("RGB", (min(columns, len(images)) * width, -(-len(images) // columns) * height), "white")
     for index, image in enumerate(images):
-        sheet.paste(image, (index % columns * width, index // columns * height))
+        sheet.paste(
+            image.resize((width, height), Image.Resampling.NEAREST),
+            (index % columns * width, index // columns * height),
+        )
     return sheet
 
 

@@ -30,6 +30,8 @@ def build_engine(
     graph: str,
     passes: Sequence[str],
     backend: str,
+    device: str,
+    computes_in: str,
     profile: Mapping[str, str],
     options: Mapping[str, Any],
     out: str,
@@ -44,7 +46,8 @@ def build_engine(
     engine.mkdir()
     written = write_graph(model, scratch, progress=progress)
     ranges = ShapeProfile({name: DimRange.parse(span) for name, span in profile.items()})
-    realised = backend_named(backend).build(written, ranges, options, engine)
+    realised = backend_named(backend, device).build(written, ranges, options, engine)
+    _require_precision(realised, computes_in, graph)
     for leftover in scratch.iterdir():
         leftover.unlink()
     scratch.rmdir()
@@ -93,15 +96,26 @@ def _load(graph: Path) -> "ir.Model":
 
 def _apply(name: str, model: "ir.Model", graph: str) -> None:
     """Run one pass; whatever it raises says which pass and which graph."""
+    place, *options = name.split()
     try:
-        named(name)(model)
+        named(place)(model, **dict(option.split("=", 1) for option in options))
     except (TrtdiffError, MemoryError, OSError):
         raise
     except Exception as error:
         raise BuildError(
-            f"the pass {name.partition(':')[2]} failed: {type(error).__name__}: {error}", where=graph,
+            f"the pass {place.partition(':')[2]} failed: {type(error).__name__}: {error}", where=graph,
             hint="please report it with the graph; an export of this version should never do that"
         ) from error  # fmt: skip
+
+
+def _require_precision(realised: Mapping[str, Any], wanted: str, graph: str) -> None:
+    """Refuse an engine that computes in another type than was asked for, where the compiler told its layers' types."""
+    arithmetic = realised.get("arithmetic")
+    if not arithmetic or arithmetic.get(wanted, 0) * 2 > sum(arithmetic.values()):
+        return
+    found = ", ".join(f"{count} in {dtype}" for dtype, count in arithmetic.items())
+    raise BuildError(f"the engine was to compute in {wanted}; of its convolutions and products {found}", where=graph,
+                     hint="keep fewer modules in float32, or ask for the precision that it has")  # fmt: skip
 
 
 def _spec(value: "ir.Value") -> dict[str, Any]:

@@ -5,7 +5,8 @@ Reading versions asks the installed distributions; no library is imported for it
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -42,7 +43,7 @@ def this_machine() -> Machine:
         cores=usable_cores(),
         memory=int(psutil.virtual_memory().total),
         python=platform.python_version(),
-        libraries={name: found for name in LIBRARIES if (found := _version(name))},
+        libraries=installed(LIBRARIES),
     )
 
 
@@ -90,11 +91,13 @@ def _processor() -> str:
     return next(named, "") or platform.processor() or "unknown"
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def installed(libraries: Iterable[str]) -> dict[str, str]:
+    """Give the version of each of these distributions that is installed, without importing it."""
+    found = {}
+    for name in libraries:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _control_groups() -> list[Path]:

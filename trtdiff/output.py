@@ -9,7 +9,7 @@ was finished before an interruption stays.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trtdiff.errors import UsageError
@@ -71,7 +71,8 @@ class Output:
             sheet = grid([picture.image for picture in pictures], self.columns)
             save_png(sheet, self.path, {"prompt": prompts, **shared, "seeds": seeds})
             written.append(self.path)
-        receipt.write(self.receipt)
+        files = tuple(self.file(picture.index).name for picture in pictures)
+        replace(receipt, files=files).write(self.receipt)
         return [*written, self.receipt]
 
 

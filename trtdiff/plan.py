@@ -4,19 +4,18 @@ One path serves all: `--dry-run` prints the plan, an unchanged rebuild ends when
 made from, and a build carries it out.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import trtdiff
-from trtdiff.backends import target_backend
+from trtdiff.backends import TARGETS, Backend, target_backend
 from trtdiff.digest import code_digest
 from trtdiff.errors import MissingDependency, UsageError
 from trtdiff.export.manifest import ExportedComponent, ExportManifest
 from trtdiff.families import family
 from trtdiff.lowering import PROLOGUES
+from trtdiff.machine import installed
 from trtdiff.manifest import EngineSpec, SamplersSpec, as_json, key_of
 from trtdiff.recipes import PrecisionRecipe, recipe
 from trtdiff.types import DimRange, ShapeProfile
@@ -25,7 +24,7 @@ CONTRACT = ShapeProfile({"window": DimRange(1, 3, 48), "branches": DimRange(1, 2
 """Dimensions that the sampler prologue adds: slots of the latent log (samplers look back 16 entries of 3 at most), and
 guidance branches."""
 _PROLOGUE_DIMS = {"denoiser": ("window", "branches"), "vae_decoder": ("window",)}
-_LOWERING_LIBRARIES = ("onnx", "onnx-ir", "onnxscript", "numpy")
+_LOWERING_LIBRARIES = ("onnx", "onnx-ir", "ml_dtypes", "numpy")
 _SAMPLERS_LIBRARIES = ("diffusers", "torch", "numpy", "scipy")
 
 
@@ -106,11 +105,12 @@ def make_plan(
 ) -> BuildPlan:
     """Plan a bundle. UsageError: an unknown precision, target, dimension or scheduler. MissingDependency."""
     chosen = recipe(precision)
+    backend = target_backend(target)
+    _check_precision(chosen.name, target, backend)
     profile = family(export.family).profile(export.facts).merged(overrides)
     _check_sizes(profile, export.facts.sizes_multiple_of)
     tokens = max((facts.limit for facts in export.facts.tokens.values()), default=1)
     ranges = {**profile.dims, "tokens": DimRange(tokens, tokens, tokens), **CONTRACT.dims}
-    backend = target_backend(target)
     return BuildPlan(
         export=export,
         name=name,
@@ -128,7 +128,7 @@ def _engine(
     backend = target_backend(target)
     toolchain = backend.toolchain()
     prologue = PROLOGUES.get(component.name)
-    passes = (*chosen.passes, *backend.passes, *([prologue] if prologue else []))
+    passes = (*chosen.passes, *backend.passes, *([f"{prologue} form={backend.sums}"] if prologue else []))
     symbols = dict.fromkeys(symbol for spec in component.inputs for symbol in spec.symbols)
     dims = [*symbols, *_PROLOGUE_DIMS.get(component.name, ())]
     if unknown := [dim for dim in dims if dim not in ranges]:
@@ -178,18 +178,17 @@ def _samplers(export: ExportManifest, schedulers: tuple[str, ...] | None) -> Pla
         pipeline=export.checkpoint.pipeline,
         libraries=libraries,
         trtdiff=trtdiff.__version__,
-        trtdiff_code=code_digest(["trtdiff.export.schedulers", "trtdiff.sampler_book"]),
+        trtdiff_code=code_digest(["trtdiff.export.schedulers", "trtdiff.sampler_book", "trtdiff.lowering"]),
     )
     return PlannedSamplers(names, optional, spec)
 
 
-def installed(libraries: Iterable[str]) -> dict[str, str]:
-    """Give the installed version of each of these distributions that is there."""
-    found = {}
-    for name in libraries:
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+def _check_precision(name: str, target: str, backend: Backend) -> None:
+    if name in backend.precisions:
+        return
+    able = [other for other in TARGETS if name in target_backend(other).precisions]
+    hint = f"for this target: {', '.join(backend.precisions)}; {name} is built for: {', '.join(able) or 'no target'}"
+    raise UsageError(f"target {target} is not built in {name}", where="--precision", hint=hint)
 
 
 def _check_sizes(profile: ShapeProfile, multiple: int) -> None:

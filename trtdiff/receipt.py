@@ -21,6 +21,8 @@ class SchedulerUse:
     """The sampler table that was run."""
 
     name: str
+    class_name: str
+    """diffusers' class."""
     digest: str
     """sha256 of the scheduler's class, config and schedule call."""
     steps: int
@@ -85,8 +87,6 @@ class Receipt:
     """sha256 of bundle.json, which names the digest of everything else."""
     family: str
     checkpoint: CheckpointOrigin
-    dtype: str
-    """Type in which the export stored weights: the checkpoint's own (`stored`), or the one that was asked for."""
     precision: str
     backend: str
     backend_version: str
@@ -114,6 +114,10 @@ class Receipt:
     """Largest resident size of the whole process so far, in bytes."""
     machine: Machine
     warnings: tuple[str, ...]
+    files: tuple[str, ...] = ()
+    """Names of the pictures' files beside this one, picture by picture."""
+    dtype: str = "stored"
+    """Type in which the export stored weights: the checkpoint's own (`stored`), or the one that was asked for."""
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -27,7 +27,7 @@ from trtdiff.manifest import MANIFEST_FILE, MANIFEST_SCHEMA, Made, Manifest, key
 from trtdiff.records import write_record
 from trtdiff.whole import locked, replaced_folder
 
-_AGAIN = "build again with --force, or delete the folder"
+_AGAIN = "build again, with the same command: what is damaged is made anew"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ Locks are the operating system's: a killed process leaves none behind, only a hi
 holds the lock removes.
 """
 
+import errno
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from filelock import FileLock, Timeout
 from trtdiff.errors import StorageError
 from trtdiff.files import sync_folder, sync_tree
 
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
+
 
 @contextmanager
 def locked(place: Path, waiting: Callable[[str], None]) -> Iterator[None]:
@@ -24,6 +27,7 @@ def locked(place: Path, waiting: Callable[[str], None]) -> Iterator[None]:
 
     Lock files stay, in a hidden folder: removing one that somebody waits for would let two in.
     """
+    place = place.resolve()
     with storing(place.parent):
         folder = place.parent / ".locks"
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,8 +48,9 @@ def replaced_folder(place: Path) -> Iterator[Path]:
     """Give an empty hidden folder beside `place`; on success it is synced and takes the place, else it is removed.
 
     What stood there before goes away last. The caller holds a lock on `place`, so that what an earlier, killed process
-    left may be removed.
+    left may be removed. A link keeps its place: what it points to is replaced.
     """
+    place = place.resolve()
     fresh, old = place.with_name(f".{place.name}.part"), place.with_name(f".{place.name}.old")
     with storing(place):
         if old.exists() and not place.exists():
@@ -54,8 +59,9 @@ def replaced_folder(place: Path) -> Iterator[Path]:
             shutil.rmtree(leftover, ignore_errors=not leftover.exists())
         fresh.mkdir(parents=True)
     try:
-        with storing(place):
+        with _filling(fresh, place):
             yield fresh
+        with storing(place):
             sync_tree(fresh)
             if place.exists():
                 place.rename(old)
@@ -67,6 +73,18 @@ def replaced_folder(place: Path) -> Iterator[Path]:
             old.rename(place)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _filling(folder: Path, place: Path) -> Iterator[None]:
+    """Turn an OSError of whoever fills the folder into StorageError, if it is about writing and not about reading."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL and not str(error.filename or "").startswith(str(folder)):
+            raise
+        with storing(place):
+            raise
 
 
 @contextmanager

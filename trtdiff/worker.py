@@ -30,6 +30,8 @@ from trtdiff.errors import BuildError, TrtdiffError
 
 Progress = Callable[[int, int], None]
 LOG_LINES = 12
+UNWRITTEN = 74
+"""Exit status of a worker that could not write its result."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,10 @@ def _cause(status: int | None, timeout: float | None) -> str:
 def _advice(status: int | None) -> str:
     if status is None:
         return "give it more time"
+    if status == UNWRITTEN:
+        return f"its result could not be written: free some space in {tempfile.gettempdir()}"
     if status == 0:
-        return "its result could not be written: free some space in the folder for temporary files"
+        return "something in it ended the process; the log may say what. Please report it"
     if status > 0:
         return "the log says what was raised, and where; please report it"
     if status == -signal.SIGKILL:
@@ -191,7 +195,10 @@ def main() -> None:
     except OSError as error:
         where, hint = str(error.filename or ""), "free some space or choose another folder"
         outcome = _failure("StorageError", str(error.strerror or error), where, hint)
-    Path(request["result"]).write_text(json.dumps(outcome))
+    try:
+        Path(request["result"]).write_text(json.dumps(outcome))
+    except OSError:
+        sys.exit(UNWRITTEN)
 
 
 def _failure(kind: str, message: str, where: str, hint: str) -> dict[str, Any]:

@@ -61,8 +61,10 @@ def test_a_contact_sheet_has_a_row_a_prompt(go):
     assert code == 0
     assert "sheets/all.png" in out.split()
     with Image.open("sheets/all.png") as sheet, Image.open("sheets/all-3.png") as fourth:
-        assert sheet.size == (2 * 64, 3 * 64)
-        assert pixel_digest(sheet.crop((64, 64, 128, 128))) == pixel_digest(fourth)
+        assert sheet.size == (2 * 128, 3 * 128)  # 64 pixels are enlarged twice
+        assert pixel_digest(sheet.crop((128, 128, 256, 256)).resize((64, 64), 0)) == pixel_digest(fourth)
+    receipt = json.loads(Path("sheets/all.json").read_text())
+    assert receipt["files"] == [f"all-{index}.png" for index in range(6)]
     assert read_parameters("sheets/all.png")["seeds"] == "0, 1, 2, 3, 4, 5"
 
 

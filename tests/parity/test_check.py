@@ -98,7 +98,7 @@ def test_a_shape_beyond_the_memory_is_refused_with_the_number(tiny_bundle, tiny_
         planned = work.plan(("max",))
         assert all(item.cost.flops > 0 for item in planned)
         with pytest.raises(UsageError, match=r"takes about .* GB") as caught:
-            work.refuse_beyond_memory(planned)
+            work.refuse_beyond_memory(planned, work.request(steps=6))
     assert "--shapes opt" in caught.value.hint
 
 
@@ -146,3 +146,20 @@ def test_weights_that_were_asked_for_in_half_precision_are_compared_with_the_sam
     real = Reference.__init__
     monkeypatch.setattr(Reference, "__init__", lambda self, checkpoint, _dtype: real(self, checkpoint))
     assert run(command) == 3
+
+
+def test_mixed_variants_are_compared_with_the_files_that_were_compiled(tiny_checkpoint, bundle_maker, tmp_path, capsys):
+    """The UNet has plain and fp16 files, which differ, and is compiled from the plain ones; the VAE only has fp16."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    mixed = shutil.copytree(tiny_checkpoint, tmp_path / "mixed")
+    for part in ("unet", "vae"):
+        plain = mixed / part / "diffusion_pytorch_model.safetensors"
+        halved = {name: value.to(torch.float16) for name, value in load_file(plain).items()}
+        save_file(halved, mixed / part / "diffusion_pytorch_model.fp16.safetensors", metadata={"format": "pt"})
+    (mixed / "vae/diffusion_pytorch_model.safetensors").unlink()
+    assert Checkpoint.open(str(mixed)).variants == {"text_encoder": None, "unet": None, "vae": "fp16"}
+    made = bundle_maker(mixed, tmp_path)
+    assert run(["check", str(made), "--against", str(mixed), "--steps", "2", "--shapes", "opt", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["passed"]

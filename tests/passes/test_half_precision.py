@@ -154,3 +154,14 @@ def test_a_weight_beyond_the_range_is_an_error_that_names_it_and_an_infinity_is_
 def test_a_pattern_that_matches_nothing_is_an_error(tmp_path, weights):
     with pytest.raises(BuildError, match=r"no module matches mid_block\.\*"):
         half_precision(network(tmp_path / "in", weights), keep="block.*,mid_block.*")
+
+
+def test_constants_that_nodes_hold_are_rounded_or_cast(tmp_path):
+    body = (
+        "c = Constant <value_float = 2.0> ()  d = Constant <value = float[2] {1, 3}> ()  e = Mul (x, c)  y = Add (e, d)"
+    )
+    model = make(tmp_path / "in", body, "float[n, 2] x", outputs="float[n, 2] y")
+    half_precision(model)
+    _, model = written(model, tmp_path / "out")
+    found = types(model)
+    assert (found["c"], found["d"], found["e"]) == ("FLOAT", "FLOAT16", "FLOAT16")

@@ -69,8 +69,14 @@ class Backend(Protocol):
     extra: str
     """The extra of this package that installs what the backend needs."""
 
+    device: str
+    """What its engines are for."""
     passes: tuple[str, ...]
     """`module:function` of the passes that put a graph into the forms this compiler is best at; after the recipe's."""
+    precisions: tuple[str, ...]
+    """Names of the recipes whose graphs it compiles as they are meant."""
+    sums: str
+    """Form of the sampler's weighted sums: `matmul`, or `reduce` where a product might lose bits."""
 
     fuses_attention: bool
     """Whether its engines compute attention without ever holding the whole matrix of scores."""

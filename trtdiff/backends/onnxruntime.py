@@ -15,7 +15,7 @@ import numpy as np
 
 from trtdiff.backends.base import Toolchain
 from trtdiff.backends.check import Contract
-from trtdiff.errors import ArtefactError, BuildError, MissingDependency, TrtdiffError
+from trtdiff.errors import ArtefactError, BuildError, MissingDependency, TrtdiffError, UsageError
 from trtdiff.machine import physical_cores
 from trtdiff.types import Array, ShapeProfile, TensorSpec
 
@@ -29,10 +29,22 @@ class OnnxRuntime:
     """ONNX Runtime's CPU execution provider."""
 
     name = "onnxruntime"
+    target = "cpu"
     extra = "cpu"
     device = "cpu"
+    precisions: tuple[str, ...] = ("fp32",)
+    sums = "matmul"
     fuses_attention = True  # by `cpu_forms`: one operator that works on blocks of rows
-    passes = ("trtdiff.passes.transpose_weights:transpose_weights", "trtdiff.passes.cpu_forms:cpu_forms")
+    passes: tuple[str, ...] = (
+        "trtdiff.passes.transpose_weights:transpose_weights",
+        "trtdiff.passes.cpu_forms:cpu_forms",
+    )
+
+    def __init__(self, device: str = "cpu") -> None:
+        """Refuse any device but `cpu`."""
+        if device != self.device:
+            raise UsageError(f"target {self.target} takes no device {device!r}", where="--target",
+                             hint=f"write --target {self.target}")  # fmt: skip
 
     def toolchain(self) -> Toolchain:
         """Read the installed version, without importing the library.
@@ -69,6 +81,12 @@ class OnnxRuntime:
         """Open an engine folder. `threads`: default one a physical core."""
         return self._open(engine, threads=threads or physical_cores())
 
+    def _options(self, ort: Any, threads: int) -> Any:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.add_session_config_entry("session.force_spinning_stop", "1")  # idle sessions leave the cores alone
+        return options
+
     def _open(self, engine: Path, *, threads: int, accept_only: bool = False) -> "OnnxRuntimeSession":
         ort = _import()
         model = engine / MODEL
@@ -76,10 +94,8 @@ class OnnxRuntime:
             raise ArtefactError(
                 f"no engine here: {MODEL} is missing", where=str(engine), hint="build again with --force"
             )
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads
+        options = self._options(ort, threads)
         options.log_severity_level = 3 if accept_only else 4  # whatever fails is raised as well
-        options.add_session_config_entry("session.force_spinning_stop", "1")  # idle sessions leave the cores alone
         if accept_only:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             options.add_session_config_entry("session.disable_prepacking", "1")

@@ -3,6 +3,7 @@
 import os
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import click
@@ -111,7 +112,8 @@ def _unexpected(error: Exception) -> int:
     if os.environ.get(TRACEBACK):
         traceback.print_exception(error)
         return 1
-    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "trtdiff" in frame.filename]
+    home = Path(__file__).parents[1]
+    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(home)]
     where = f"{ours[-1].filename}:{ours[-1].lineno}, in {ours[-1].name}" if ours else ""
     hint = f"this is a fault of trtdiff: please report it with what {TRACEBACK}=1 prints before the same command"
     click.echo(f"error: {TrtdiffError(f'{type(error).__name__}: {error}', where=where, hint=hint)}", err=True)

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 @click.command(context_settings=HELP)
 @click.argument("folder", required=False, type=click.Path(path_type=Path))
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="The bundle's folder. Default: engines/NAME.")
-@click.option("--target", help="What the engines are for: cpu. Default: the best that this machine can run.")
-@click.option("--precision", help="fp32. Default: fp32.")
+@click.option(
+    "--target",
+    help="What engines are for: cpu, rtx (portable), rtx:sm89, rounded. Default: the best this machine runs.",
+)
+@click.option("--precision", help="fp32, fp16 or bf16. Default: the target's first.")
 @click.option("--profile", default="", help="Sizes to build for, as min:opt:max: batch=1:1:4,height=256:512:1024.")
 @click.option("--schedulers", default="", help="Names, with commas. Default: the checkpoint's own and the usual ones.")
 @click.option(
@@ -26,7 +29,11 @@ if TYPE_CHECKING:
 )
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), help="Seconds that one compilation may take.")
 @click.option("--force", is_flag=True, help="Make everything anew.")
-@click.option("--verify", is_flag=True, help="Read every byte of what is there again, instead of trusting file times.")
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Read every byte of export, bundle and reused engines again, instead of trusting file times.",
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be made or reused; change nothing.")
 @json_option
 def build(
@@ -55,15 +62,16 @@ def build(
     trtdiff build exports/digits --profile batch=1:4:8 --schedulers ddim,euler
     trtdiff build --dry-run
     """
-    from trtdiff.backends import best_target
+    from trtdiff.backends import best_target, target_backend
     from trtdiff.build import build as build_bundle
     from trtdiff.build import read_export, survey_bundle
+    from trtdiff.export.manifest import EXPORT_FILE
     from trtdiff.plan import described, make_plan
     from trtdiff.store import Store
     from trtdiff.types import ShapeProfile
 
     if folder is None:
-        folder = only_folder(EXPORTS, "export.json", what="export", make="trtdiff export CHECKPOINT")
+        folder = only_folder(EXPORTS, EXPORT_FILE, what="export", make="trtdiff export CHECKPOINT")
         note(f"export {folder} (the only one there is)")
     overrides = ShapeProfile.parse(profile)
     export = read_export(folder, fresh=verify)
@@ -74,12 +82,14 @@ def build(
         target = best_target()
         note(f"target {target} (default: the best that this machine can run)")
     if precision is None:
-        precision = "fp32"
-        note(f"precision {precision} (default)")
+        precision = target_backend(target).precisions[0]
+        note(f"precision {precision} (default for this target)")
     names = tuple(filter(None, (name.strip() for name in schedulers.split(","))))
     plan = make_plan(
         export, name=out.name, precision=precision, target=target, overrides=overrides, schedulers=names or None
     )
+    if not profile:
+        note(f"profile {plan.profile} (default)")
     kept = Store(out.parent if store is None else store)
     if dry_run:
         survey = survey_bundle(plan, out, kept, fresh=verify)
@@ -94,7 +104,7 @@ def build(
     if as_json:
         _print(_report_json(report))
     elif report.survey.up_to_date and not force:
-        checked = "every byte read again" if verify else "files checked by size, time and sha256"
+        checked = "every byte of both read again" if verify else "files checked by size, time and sha256"
         same = "export, profile, precision, compiler, schedulers and trtdiff's own code are those it was made from"
         _print([f"{out} is up to date: {same}; {checked}"])
     else:

@@ -11,9 +11,13 @@ import click
 
 from trtdiff.cli.options import ENGINES, HELP, console, json_option, note, only_folder
 
+WIDE = 130
+"""Columns from which the place of the largest difference is shown too."""
+
 if TYPE_CHECKING:
     from trtdiff.parity.check import Planned, Report
     from trtdiff.parity.compare import ParityResult
+    from trtdiff.parity.reference import PictureRequest
 
 
 @click.command(context_settings=HELP)
@@ -65,15 +69,17 @@ def check(
 
     points = parse_points(shapes)
     folder = bundle or only_folder(ENGINES, BUNDLE_FILE, what="bundle", make="trtdiff build")
-    with Check(folder, Checkpoint.open(checkpoint, revision=revision, variant=variant), backend=backend) as work:
+    opened = Checkpoint.open(checkpoint, revision=revision, variant=variant)
+    for text in opened.notes:
+        note(text)
+    with Check(folder, opened, backend=backend) as work:
         request = work.request(
             prompts=prompts, negative=negative, steps=steps, guidance=guidance, seed=seed, scheduler=scheduler
         )
         planned = work.plan(points)
         if not as_json:
-            _print_plan(planned)
-            note(f"pictures: {request}")
-        work.refuse_beyond_memory(planned)
+            _print_plan(planned, request, work.picture_flops(request))
+        work.refuse_beyond_memory(planned, request)
         tolerance = recipe(work.manifest.precision).tolerance
         report = work.run(
             planned, request, tolerance, done=_ticker(len(planned)) if not as_json else lambda _result: None
@@ -100,17 +106,23 @@ def _ticker(components: int) -> Any:
     return tick
 
 
-def _print_plan(planned: Sequence["Planned"]) -> None:
+def _print_plan(planned: Sequence["Planned"], request: "PictureRequest", pictures: int) -> None:
     from rich.table import Table
 
+    from trtdiff.estimate import size
     from trtdiff.parity.plan import flops_per_second
 
     rate = flops_per_second()
     table = Table("shape", "component", "sizes", "memory", "time, about", title="plan, largest shape first")
     for item in planned:
-        memory = f"{item.peak_bytes / 1e9:.2f} GB"
-        table.add_row(item.point, item.case.spec.name, item.case.at, memory, f"{item.flops / rate:.2g} s")
+        table.add_row(
+            item.point, item.case.spec.name, item.case.at, size(item.peak_bytes), f"{item.flops / rate:.2g} s"
+        )
+    table.add_section()
+    table.add_row("opt", "pictures", str(request), "", f"{pictures / rate:.2g} s")
     console(stderr=True).print(table)
+    whole = (pictures + sum(item.flops for item in planned)) / rate
+    note(f"about {whole:.2g} s of arithmetic, and what it takes to load PyTorch and the checkpoint")
 
 
 def _print_report(report: "Report") -> None:
@@ -119,8 +131,9 @@ def _print_report(report: "Report") -> None:
     if sys.stderr.isatty():
         click.echo("\r\x1b[K", nl=False, err=True)
     out = console()
-    columns = (Column("compared", no_wrap=True), "at", "difference", "tolerance", "verdict", "worst place")
-    table = Table(*columns)
+    wide = out.width >= WIDE
+    numbers = [Column(title, no_wrap=True) for title in ("difference", "tolerance", "verdict")]
+    table = Table(Column("compared", no_wrap=wide), "at", *numbers, *(["worst place"] if wide else []))
     before = ""
     for result in report.results:
         if before and result.name.partition(".")[0] != before:
@@ -129,8 +142,9 @@ def _print_report(report: "Report") -> None:
         unit = " levels" if result.metric == "levels" else ""
         shown = "-" if math.isinf(result.needed) else f"{result.needed:.2g}{unit}"
         verdict = "[green]ok[/green]" if result.passed else "[red]FAILED[/red]"
-        table.add_row(
-            result.name, result.at, shown, f"{result.tolerance:g}{unit}", verdict, result.problem or result.worst
-        )
+        row = [result.name, result.at, shown, f"{result.tolerance:g}{unit}", verdict]
+        table.add_row(*row, *([result.problem or result.worst] if wide else []))
+        if result.problem and not wide:
+            table.add_row("", result.problem)
     out.print(table)
     out.print(("[green]" if report.passed else "[red]") + report.verdict)

@@ -50,7 +50,7 @@ def console(*, stderr: bool = False) -> "Console":
 
 def only_folder(parent: Path, marker: str, *, what: str, make: str) -> Path:
     """Give the only folder under `parent` that holds the file `marker`. Several or none is an error that says so."""
-    found = sorted(path.parent for path in parent.glob(f"*/{marker}"))
+    found = sorted(path.parent for path in parent.glob(f"[!.]*/{marker}"))  # hidden ones are half-made
     if len(found) == 1:
         return found[0]
     if not found:

@@ -20,7 +20,13 @@ from trtdiff.checkpoint import Checkpoint
 from trtdiff.digest import file_digest
 from trtdiff.errors import CheckpointError, UsageError
 from trtdiff.export.folder import current, export_code, library_versions, require_replaceable
-from trtdiff.export.manifest import EXPORT_FILE, EXPORT_SCHEMA, ExportedComponent, ExportManifest
+from trtdiff.export.manifest import (
+    EXPORT_FILE,
+    EXPORT_SCHEMA,
+    CheckpointOrigin,
+    ExportedComponent,
+    ExportManifest,
+)
 from trtdiff.export.safetensors_index import TensorRef
 from trtdiff.export.weights import place_weights, placement_bytes
 from trtdiff.families import family_of_pipeline
@@ -103,20 +109,7 @@ def export_checkpoint(
     Raises UsageError for components that there are not and a folder that is not an export; CheckpointError for weights
     that do not fit; ExportError for what cannot be traced or breaks its contract; StorageError for a full disk.
     """
-    with locked(out, (reporter or Silence()).note):
-        return _export(checkpoint, out, dtype, components, reporter or Silence(), check=check, force=force)
-
-
-def _export(
-    checkpoint: Checkpoint,
-    out: Path,
-    dtype: str,
-    components: Sequence[str] | None,
-    reporter: Reporter,
-    *,
-    check: bool,
-    force: bool,
-) -> Export:
+    reporter = reporter or Silence()
     family = family_of_pipeline(checkpoint.pipeline, where=f"{checkpoint.path / 'model_index.json'}: _class_name")
     specs = _chosen(_described(family, checkpoint), components)
     require_replaceable(out)
@@ -124,9 +117,35 @@ def _export(
     origin = checkpoint.origin(progress=reporter.advance)
     wanted = tuple(spec.name for spec in specs)
     code = export_code(family)
-    there, reason = current(out, origin, dtype=dtype, components=wanted, code=code, checked=check)
-    if there is not None and not force:
-        return Export(out, there, up_to_date=True)
+
+    def found() -> tuple[ExportManifest | None, str]:
+        return current(out, origin, dtype=dtype, components=wanted, code=code, checked=check)
+
+    there, reason = found()
+    if there is None or force:
+        with locked(out, reporter.note):
+            there, reason = found()  # another process may have made it while we waited
+            if there is None or force:
+                return _export(
+                    checkpoint, out, family, specs,
+                    origin=origin, reason=reason, dtype=dtype, check=check, reporter=reporter,
+                )  # fmt: skip
+    return Export(out, there, up_to_date=True)
+
+
+def _export(
+    checkpoint: Checkpoint,
+    out: Path,
+    family: ModelFamily,
+    specs: Sequence[ComponentSpec],
+    *,
+    origin: CheckpointOrigin,
+    reason: str,
+    dtype: str,
+    check: bool,
+    reporter: Reporter,
+) -> Export:
+    """Make it, and put it into its place."""
     exported: dict[str, ExportedComponent] = {}
     reports: dict[str, ComponentReport] = {}
     with replaced_folder(out) as folder:
@@ -149,7 +168,7 @@ def _export(
             family=family.name,
             checkpoint=origin,
             facts=facts,
-            components=tuple(exported[name] for name in wanted),
+            components=tuple(exported[spec.name] for spec in specs),
             tokenizers=tokenizers,
             tokenizer_sha256={name: file_digest(folder / file) for name, file in tokenizers.items()},
             scheduler=checkpoint.configs.get("scheduler", {}),
@@ -157,7 +176,7 @@ def _export(
             checks={name: [asdict(point) for point in report.checks] for name, report in reports.items() if check},
             versions=library_versions(),
             dtype=dtype,
-            code=code,
+            code=export_code(family),
         )
         write_record(folder / EXPORT_FILE, manifest)
     return Export(out, manifest, reports, reason=reason)

@@ -1,6 +1,5 @@
 """The export folder: what may be replaced by one, and whether one is just what would be made, without torch."""
 
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from trtdiff import __version__
@@ -8,21 +7,18 @@ from trtdiff.digest import code_digest, file_digest
 from trtdiff.errors import ArtefactError, UsageError
 from trtdiff.export.manifest import EXPORT_FILE, EXPORT_SCHEMA, CheckpointOrigin, ExportManifest
 from trtdiff.families.base import ModelFamily
+from trtdiff.machine import installed
 from trtdiff.records import read_record
 
-LIBRARIES = ("torch", "diffusers", "transformers", "onnxscript", "onnx-ir", "onnx")
+LIBRARIES = (
+    "torch", "diffusers", "transformers", "tokenizers", "onnxscript", "onnx-ir", "onnx", "ml_dtypes", "numpy"
+)  # fmt: skip
 """Distributions whose versions change what a graph looks like."""
 
 
 def library_versions() -> dict[str, str]:
     """Give the installed versions of what makes graphs, without importing it."""
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return installed(LIBRARIES)
 
 
 def export_code(family: ModelFamily) -> str:

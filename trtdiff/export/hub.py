@@ -63,7 +63,7 @@ def fetch(source: str, *, revision: str | None, variant: str | None) -> tuple[Pa
         raise UsageError(f"{source!r} is not a hub id: {_first_line(error)}", hint="write owner/name") from None
     except Exception as error:  # noqa: BLE001 - whatever the network does, the cache may still have it
         path = _cached(hub, source, revision, error)
-        return path, f"the hub cannot be reached ({_first_line(error)}); this is what its cache holds of {label}"
+        return path, f"fetching {label} failed ({_first_line(error)}): this is what the hub's cache holds of it"
 
 
 def _download(hub: Any, source: str, revision: str | None, variant: str | None) -> Path:

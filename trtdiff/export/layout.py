@@ -52,7 +52,7 @@ def components_of(index: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 def left_out(index: Mapping[str, Any]) -> tuple[str, ...]:
     """Name what the pipeline has and trtdiff does not compile, of what changes pictures."""
-    return tuple(name for name in ("safety_checker",) if index.get(name, [None, None]) != [None, None])
+    return tuple(name for name in ("safety_checker",) if (index.get(name) or [None])[0] is not None)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

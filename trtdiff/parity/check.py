@@ -22,7 +22,7 @@ from trtdiff.parity.compare import ParityResult
 from trtdiff.parity.components import Case, check_component
 from trtdiff.parity.pictures import check_pictures, compiled_request
 from trtdiff.parity.plan import Cost, cost
-from trtdiff.parity.reference import PictureRequest, Reference
+from trtdiff.parity.reference import PictureRequest, Reference, require_pytorch
 from trtdiff.types import Point, Tolerance
 
 POINTS: tuple[Point, ...] = ("min", "opt", "max")
@@ -116,7 +116,7 @@ class Report:
         scope = f"at the {', '.join(self.points)} shapes" + (f" only ({', '.join(left)} not checked)" if left else "")
         if not any(result.name.startswith("image to image") for result in self.results):
             scope += ", image to image not checked"
-        if self.dtype != "stored":
+        if self.dtype in {"float16", "bfloat16"}:
             scope += f", PyTorch's weights rounded to {self.dtype} as the export's are"
         if self.passed:
             return f"parity holds {scope}: {len(self.results)} comparisons"
@@ -127,7 +127,8 @@ class Check:
     """A bundle against the checkpoint it was made from."""
 
     def __init__(self, bundle: Path, checkpoint: Checkpoint, *, backend: str | None = None) -> None:
-        """Open both. Raises ArtefactError where the bundle was made from another checkpoint."""
+        """Open both. Raises ArtefactError where the bundle was made from another checkpoint, MissingDependency."""
+        require_pytorch()
         self.engines = Engines.open(bundle, backend, None)
         self.checkpoint = checkpoint
         self.manifest = self.engines.manifest
@@ -188,12 +189,13 @@ class Check:
             return None
         return image
 
-    def plan(self, points: Sequence[Point]) -> list[Planned]:
-        """Count what every comparison will take, largest shape first."""
+    def plan(self, points: Sequence[Point], *, batch: int | None = None) -> list[Planned]:
+        """Count what every comparison will take, largest shape first; `batch` in place of the profile's."""
         planned = []
         scores = not backend_named(self.engines.toolchain.backend).fuses_attention
         for point in sorted(points, key=POINTS.index, reverse=True):
             sizes = {**self.manifest.profile.sizes(point), "window": self.manifest.window or ENTRY, "branches": 2}
+            sizes |= {} if batch is None else {"batch": batch}
             for limit in self.manifest.facts.tokens.values():
                 sizes.setdefault("tokens", limit.limit)
             for spec in self.specs():
@@ -203,9 +205,16 @@ class Check:
                 planned.append(Planned(case, point, needs, calls, scores))
         return planned
 
-    def refuse_beyond_memory(self, planned: Sequence[Planned]) -> None:
-        """Raise UsageError where the machine lacks the memory for the largest comparison."""
-        largest = max(planned, key=lambda item: item.peak_bytes)
+    def picture_flops(self, request: PictureRequest) -> int:
+        """Count the arithmetic of the pictures, both sides, with and without an image to start from."""
+        flops = {item.case.spec.name: item.flops for item in self.plan(("opt",), batch=len(request.prompts))}
+        steps = request.steps * (1 + request.strength * ("vae_encoder" in flops))
+        return int(sum(flops.values()) + steps * flops.get("denoiser", 0))
+
+    def refuse_beyond_memory(self, planned: Sequence[Planned], request: PictureRequest) -> None:
+        """Raise UsageError where the machine lacks the memory for the largest comparison, pictures among them."""
+        pictures = self.plan(("opt",), batch=len(request.prompts))
+        largest = max([*planned, *pictures], key=lambda item: item.peak_bytes)
         needed = int(largest.peak_bytes * MARGIN) + 2 * self._weights()
         if needed > (there := available_memory()):
             raise UsageError(

@@ -76,7 +76,7 @@ def compare_pictures(name: str, at: str, got: Array, expected: Array, tolerance:
     difference = np.abs(got.astype(np.int16) - expected.astype(np.int16))
     image, row, column, _ = (int(i) for i in np.unravel_index(int(np.argmax(difference)), difference.shape))
     off = float(np.mean(difference > 0))
-    worst = f"picture {image}, row {row}, column {column}; {off:.1%} of the values differ"
+    worst = f"picture {image}, row {row}, column {column}; {off:.1%} of the values differ" if off else ""
     return ParityResult(name, at, metric, float(difference.max()), tolerance, worst)
 
 

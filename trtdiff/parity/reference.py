@@ -1,6 +1,8 @@
 """The other side of every comparison: the checkpoint as diffusers itself loads and runs it, in float32 on the CPU."""
 
 import contextlib
+import importlib
+import importlib.util
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -57,21 +59,21 @@ class Reference:
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: str = "stored") -> None:
-        try:
-            import diffusers
-            import torch
-        except ImportError as error:
-            raise MissingDependency(
-                f"comparing with PyTorch needs {error.name}", hint="pip install 'trtdiff[compile]'"
-            ) from None
+        require_pytorch()
+        import diffusers
+        import torch
+
         self._checkpoint = checkpoint
         optional = {name: None for name in NOT_COMPILED if name in read_json(checkpoint.path / "model_index.json")}
+        variants = checkpoint.variants
+        variant = next(filter(None, variants.values()), None)
         with _quiet():
             try:
+                apart = {part: _load_part(checkpoint, part) for part in variants if variants[part] != variant}
                 load: Any = diffusers.DiffusionPipeline.from_pretrained
                 self._pipeline = load(
-                    str(checkpoint.path), torch_dtype=torch.float32, local_files_only=True, variant=checkpoint.variant,
-                    **optional,
+                    str(checkpoint.path), torch_dtype=torch.float32, local_files_only=True, variant=variant,
+                    **optional, **apart,
                 )  # fmt: skip
             except (OSError, ValueError, RuntimeError) as error:
                 raise CheckpointError(
@@ -141,6 +143,24 @@ class Reference:
                 "the diffusers pipeline took no step", where=str(request), hint="raise --steps or --strength"
             )
         return Pictures(np.stack(latents), (made.images * 255).round().astype(np.uint8))
+
+
+def require_pytorch() -> None:
+    """Raise MissingDependency without the libraries that a checkpoint is compared by."""
+    needed = ("torch", "diffusers", "transformers")
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise MissingDependency(
+            f"comparing with PyTorch needs {' and '.join(missing)}", hint="pip install 'trtdiff[compile]'"
+        )
+
+
+def _load_part(checkpoint: Checkpoint, part: str) -> Any:
+    """Load a component whose plain files are compiled while others are read from a variant."""
+    import torch
+
+    library, kind = read_json(checkpoint.path / "model_index.json")[part]
+    load: Any = getattr(importlib.import_module(library), kind).from_pretrained
+    return load(str(checkpoint.path / part), torch_dtype=torch.float32, local_files_only=True)
 
 
 @contextlib.contextmanager

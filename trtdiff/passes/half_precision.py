@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 
 from trtdiff.errors import BuildError
+from trtdiff.export.graph import MODULE
 from trtdiff.passes.derived import derived_weight, forget_if_unused
 from trtdiff.types import Array
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 Half: TypeAlias = Literal["float16", "bfloat16"]
-MODULE = "module"
-"""Metadata key of a node: the PyTorch module that it came from."""
 LARGEST = {"float16": 65504.0, "bfloat16": 3.39e38}
 
 
@@ -97,8 +96,7 @@ class _Typing:
 
     def _is_stored_weight(self, node: "ir.Node") -> bool:
         """Whether a node only widens a weight: it goes with its last reader in float32."""
-        (value, *others) = node.inputs
-        return node.op_type == "Cast" and not others and value is not None and value.is_initializer()
+        return node.op_type == "Cast" and node.inputs[0] is not None and node.inputs[0].is_initializer()
 
     # --- one node
 

@@ -38,11 +38,12 @@ def _round(graph: "ir.Graph", node: "ir.Node", value: "ir.Value") -> None:
     import onnx_ir as ir
 
     half = value.dtype
+    assert half is not None, "the caller looked at it"  # noqa: S101 - an invariant, not a check of input
     readers = [(use.node, use.idx) for use in value.uses()]
     narrow = value
     if node.op_type not in {"Cast", "Constant", "ConstantOfShape"}:  # those write a half value as it is
         value.dtype = ir.DataType.FLOAT
-        narrow = _cast(graph, value, half or ir.DataType.FLOAT16, after=node)
+        narrow = _cast(graph, value, half, after=node)
     maker = narrow.producer()
     wide = _cast(graph, narrow, ir.DataType.FLOAT, after=maker)
     for reader, place in readers:

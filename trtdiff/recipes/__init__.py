@@ -1,12 +1,12 @@
 """The precisions trtdiff can build; a new one is one file and one line here."""
 
 from trtdiff.errors import UsageError
-from trtdiff.recipes import fp32
+from trtdiff.recipes import fp32, half
 from trtdiff.recipes.base import PrecisionRecipe
 
 __all__ = ["RECIPES", "PrecisionRecipe", "recipe"]
 
-RECIPES: dict[str, PrecisionRecipe] = {found.name: found for found in (fp32.RECIPE,)}
+RECIPES: dict[str, PrecisionRecipe] = {found.name: found for found in (fp32.RECIPE, half.FP16, half.BF16)}
 """Name → recipe; the word after `--precision`."""
 
 

@@ -13,8 +13,10 @@ class PrecisionRecipe:
 
     name: str
     summary: str
+    computes_in: str
+    """Type of the arithmetic, as numpy or ml_dtypes name it: what an engine is asked whether it realised."""
     passes: tuple[str, ...]
-    """`module:function` of each pass, in order; the sampler prologue comes after them."""
+    """`module:function` of each pass, with options behind it (`… dtype=float16`); the sampler prologue comes after."""
     tolerance: Tolerance
     """How far results may be from PyTorch's, computed in float32 from the same weights."""
     calibration: str | None = None
@@ -26,6 +28,7 @@ class PrecisionRecipe:
         """Give what determines engines."""
         return {
             "name": self.name,
+            "computes_in": self.computes_in,
             "passes": self.passes,
             "calibration": self.calibration,
             "kept_high": self.kept_high,

@@ -1,0 +1,23 @@
+"""What fp16 and bf16 engines compute, shown on any CPU: every value rounded to its type, in ONNX Runtime.
+
+Not for speed. The graph is the one that a GPU's compiler gets, its half values made visible by `round_values`, and run
+without graph optimizations, which would take the roundings out.
+"""
+
+from typing import Any
+
+from trtdiff.backends.onnxruntime import OnnxRuntime
+
+
+class Rounded(OnnxRuntime):
+    """ONNX Runtime on a graph that rounds."""
+
+    name = "rounded"
+    target = "rounded"
+    passes = ("trtdiff.passes.round_values:round_values", *OnnxRuntime.passes)
+    precisions = ("fp16", "bf16")
+
+    def _options(self, ort: Any, threads: int) -> Any:
+        options = super()._options(ort, threads)
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        return options

@@ -1,0 +1,95 @@
+"""TensorRT for RTX: engines for NVIDIA's GPUs of this and the last generations, compiled on any machine.
+
+Building needs no GPU. A target names the compute capabilities that the engine is for (`rtx:sm89`, `rtx:sm86,sm120`);
+without any it is portable, and the GPU's own kernels are chosen when it is first loaded.
+"""
+
+import re
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from trtdiff.backends.base import Session, Toolchain
+from trtdiff.backends.tensorrt_builder import compile_graph
+from trtdiff.errors import MissingDependency, UsageError
+from trtdiff.types import ShapeProfile
+
+PORTABLE = "portable"
+
+
+class TensorRtRtx:
+    """TensorRT for RTX, ahead of time."""
+
+    name = "tensorrt-rtx"
+    extra = "rtx"
+    passes = ()
+    precisions = ("fp16", "bf16")
+    sums = "reduce"
+    fuses_attention = True
+
+    def __init__(self, device: str = "") -> None:
+        """`device` lists compute capabilities, `sm86,sm89`; empty: portable. Raises UsageError for a malformed one."""
+        capabilities = list(dict.fromkeys(filter(None, device.lower().split(","))))
+        if malformed := [item for item in capabilities if not re.fullmatch(r"sm\d{2,3}", item)]:
+            raise UsageError(
+                f"{malformed[0]!r} is not a compute capability",
+                where="--target",
+                hint="write rtx:sm89, or rtx:sm86,sm89",
+            )
+        self.device = ",".join(sorted(capabilities, key=lambda item: int(item[2:]))) or PORTABLE
+
+    def toolchain(self) -> Toolchain:
+        """Read the installed version, without importing the library."""
+        try:
+            return Toolchain(self.name, metadata.version("tensorrt-rtx"), self.device)
+        except metadata.PackageNotFoundError:
+            raise _missing() from None
+
+    def memory(self, weights: int) -> int:
+        """Estimate the peak bytes of `build`: mapped weights, the builder's copy, and what it works on.
+
+        Measured: see `scripts/bench_rtx.py`.
+        """
+        return int(1.7 * weights)
+
+    def build(self, graph: Path, profile: ShapeProfile, options: Mapping[str, Any], out: Path) -> Mapping[str, Any]:  # noqa: ARG002
+        """Compile for the device's compute capabilities; no GPU takes part."""
+        trt = _import()
+
+        def configure(config: Any) -> None:
+            if self.device == PORTABLE:
+                return
+            capabilities = self.device.split(",")
+            config.num_compute_capabilities = len(capabilities)
+            for index, item in enumerate(capabilities):
+                known = getattr(trt.ComputeCapability, item.upper(), None)
+                if known is None or not config.set_compute_capability(known, index):
+                    names = ", ".join(
+                        name.lower() for name in trt.ComputeCapability.__members__ if name.startswith("SM")
+                    )
+                    raise UsageError(
+                        f"TensorRT for RTX {trt.__version__} does not build for {item}", where="--target",
+                        hint=f"it builds for {names}"
+                    )  # fmt: skip
+
+        return compile_graph(trt, graph, profile, out, configure=configure)
+
+    def load(self, engine: Path, *, threads: int | None = None) -> Session:  # noqa: ARG002
+        """Refuse: this version compiles for TensorRT for RTX and does not run its engines."""
+        raise MissingDependency(
+            "this version of trtdiff builds TensorRT for RTX engines and does not run them yet", where=str(engine),
+            hint="run a bundle that was built with --target cpu"
+        )  # fmt: skip
+
+
+def _import() -> Any:
+    try:
+        import tensorrt_rtx
+    except ImportError:
+        raise _missing() from None
+    return tensorrt_rtx
+
+
+def _missing() -> MissingDependency:
+    return MissingDependency("tensorrt-rtx is not installed", hint="pip install 'trtdiff[rtx]'")
