@@ -1,7 +1,6 @@
 """From an export to a bundle: what is made, reused, up to date, stale; and what a user is told."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -17,9 +16,9 @@ from trtdiff import worker
 from trtdiff.backends import backend
 from trtdiff.bundle import Bundle
 from trtdiff.cli.build import build as command
+from trtdiff.digest import code_digest, file_digest, remember
 from trtdiff.errors import ArtefactError, BuildError, StorageError, TrtdiffError, UsageError
 from trtdiff.lowering import named
-from trtdiff.plan import code_digest
 from trtdiff.worker import Outcome
 
 SAMPLERS = b"tables of coefficients"
@@ -269,14 +268,14 @@ def test_a_dry_run_after_a_build(built):
 # --- damage ----------------------------------------------------------------------------------------------------------
 
 
-def damage(path, *, keep_time=False):
-    before = path.stat()
+def damage(path, *, unseen=False):
+    known = file_digest(path)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     time.sleep(0.01)
     path.write_bytes(data)
-    if keep_time:
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    if unseen:
+        remember(path, known)  # a failing disk changes bytes, and no time
 
 
 def engine_file(root, built, component="denoiser"):
@@ -302,7 +301,7 @@ def test_a_damaged_entry_of_the_store_is_made_again_with_a_warning(built):
 
 def test_damage_without_a_new_time_is_found_by_verify(built):
     call()  # reads every byte once, and remembers
-    damage(engine_file(built / "engines", built), keep_time=True)
+    damage(engine_file(built / "engines", built), unseen=True)
     assert "up to date" in call().stdout
     assert "is damaged" in call("--verify").stdout
     assert "every byte of both read again" in call("--verify").stdout
@@ -310,11 +309,11 @@ def test_damage_without_a_new_time_is_found_by_verify(built):
 
 def test_verify_reads_the_export_and_the_store_again_too(built, workspace):
     call()
-    damage(engine_file(built.parent, built), keep_time=True)
+    damage(engine_file(built.parent, built), unseen=True)
     shutil.rmtree(built)
     said = call("--verify")
     assert "warning: the stored denoiser is damaged and is made again" in said.stderr
-    damage(workspace / "exports/toy/weights/unet.safetensors", keep_time=True)
+    damage(workspace / "exports/toy/weights/unet.safetensors", unseen=True)
     assert "up to date" in call().stdout
     with pytest.raises(ArtefactError, match="was changed after the export"):
         call("--verify")

@@ -144,7 +144,7 @@ def test_a_bundle_of_a_newer_schema_says_so(bundle):
     [
         ({"precision": 7}, r"\$\.precision"),
         ({"files": {"../../secret": {"size": 1, "sha256": "0"}}}, "outside of its folder"),
-        ({"engines": {"onnxruntime": {"denoiser": "0" * 32}}}, "manifest.json: No such file"),
+        ({"engines": {"onnxruntime": {"denoiser": "0" * 32}}}, "the bundle lists no engines/0"),
     ],
 )
 def test_a_bundle_that_was_edited(bundle, fields, says):

@@ -489,3 +489,21 @@ def test_only_the_files_that_are_read_are_fetched(folder, tmp_path, hub, monkeyp
     weights = {path.name for path in snapshot.rglob("*") if path.suffix != ".json"}
     assert weights - {path.name for path in snapshot.rglob("*") if path.is_dir()} == {*names, "model.safetensors"}
     assert not (snapshot / "safety_checker").exists()
+
+
+def test_a_pipe_in_place_of_weights_is_not_waited_for(folder):
+    weights = folder / "unet/diffusion_pytorch_model.safetensors"
+    weights.unlink()
+    os.mkfifo(weights)
+    assert "unet has no weights" in refusal(folder).message
+
+
+def test_force_reads_the_bytes_again(folder):
+    checkpoint = Checkpoint.open(str(folder))
+    read = []
+    checkpoint.origin(progress=read.append)
+    first = sum(read)
+    checkpoint.origin(progress=read.append)
+    assert sum(read) == first
+    checkpoint.origin(progress=read.append, fresh=True)
+    assert sum(read) == 2 * first

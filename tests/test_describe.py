@@ -104,3 +104,12 @@ def test_what_nobody_knows_is_a_usage_error(tmp_path):
     for path, words in ((tmp_path / "x.txt", "nothing that trtdiff knows"), (tmp_path / "no", "there is nothing at")):
         with pytest.raises(UsageError, match=words):
             describe(path)
+
+
+@pytest.mark.parametrize("text", ['{"a": NaN}', "[[1, 2]]", "[" * 100_000])
+def test_parameters_that_are_no_record_are_damaged(tmp_path, text):
+    texts = PngImagePlugin.PngInfo()
+    texts.add_itxt("trtdiff", text)
+    Image.new("RGB", (8, 8)).save(tmp_path / "x.png", pnginfo=texts)
+    with pytest.raises(ArtefactError, match="parameters are damaged"):
+        describe(tmp_path / "x.png")

@@ -1,4 +1,5 @@
 import hashlib
+import os
 
 import pytest
 
@@ -55,3 +56,23 @@ def test_a_code_digest_covers_what_a_module_imports_as_it_loads(sources, changed
 def test_a_code_digest_of_the_real_code_reaches_through_imports():
     digest_module._imports.cache_clear()
     assert "trtdiff.types" in digest_module._imports("trtdiff.backends.base")
+
+
+def test_a_file_rewritten_with_its_old_time_is_read_again(tmp_path):
+    """Reproducible archives and image layers set modification times; the inode is often used again."""
+    path = tmp_path / "weights"
+    for content in (b"one", b"two"):
+        path.unlink(missing_ok=True)
+        path.write_bytes(content)
+        os.utime(path, (1, 1))
+        assert file_digest(path) == hashlib.sha256(content).hexdigest()
+
+
+def test_a_file_that_is_moved_by_us_is_not_read_again(tmp_path):
+    path = tmp_path / "weights"
+    path.write_bytes(b"x")
+    file_digest(path)
+    digest_module.move(path, tmp_path / "moved")
+    read = []
+    assert file_digest(tmp_path / "moved", progress=read.append) == hashlib.sha256(b"x").hexdigest()
+    assert not read

@@ -174,3 +174,12 @@ def test_the_digest_is_of_size_and_pixels():
     image = picture(4, 2)
     assert pixel_digest(image) == hashlib.sha256(b"4x2:" + np.asarray(image).tobytes()).hexdigest()
     assert pixel_digest(Image.new("RGB", (4, 2))) != pixel_digest(Image.new("RGB", (2, 4)))
+
+
+def test_grey_pictures_of_32_bits_are_refused_and_of_16_are_scaled(tmp_path):
+    deep = np.full((8, 8), 65535, np.uint16)
+    Image.fromarray(deep).save(tmp_path / "deep.png")
+    assert np.asarray(open_image(tmp_path / "deep.png")).min() == 255
+    Image.fromarray(np.full((8, 8), 255, np.int32)).save(tmp_path / "wide.tif")
+    with pytest.raises(UsageError, match="mode I has no agreed white"):
+        open_image(tmp_path / "wide.tif")

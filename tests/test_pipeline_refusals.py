@@ -102,7 +102,7 @@ def test_an_engine_file_that_was_changed(changed_bundle):
 
 
 def test_a_backend_that_the_bundle_lacks(changed_bundle):
-    bundle = changed_bundle(lambda about: about.update(engines={"other": {}}))
+    bundle = changed_bundle(lambda about: about.update(engines={"other": about["engines"]["onnxruntime"]}))
     with pytest.raises(UsageError, match=r"has no engines for onnxruntime(.|\n)*it has them for other"):
         trtdiff.load(bundle, backend="onnxruntime")
 
@@ -138,3 +138,44 @@ def test_a_closed_pipeline_says_so(tiny_bundle):
     pipeline.close()
     with pytest.raises(UsageError, match="closed"):
         pipeline("a cat")
+
+
+def test_an_engine_manifest_that_was_edited_is_damage(tiny_bundle, tmp_path):
+    """Other weights with their own sha256 written beside them: the key does not cover them, bundle.json does."""
+    copied = shutil.copytree(tiny_bundle, tmp_path / "copy")
+    about = json.loads((copied / "bundle.json").read_text())
+    entry = copied / "engines" / about["engines"]["onnxruntime"]["denoiser"]
+    manifest = json.loads((entry / "manifest.json").read_text())
+    manifest["files"] = {}
+    (entry / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ArtefactError, match=r"manifest\.json"):
+        trtdiff.load(copied)
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda about: about["engines"]["onnxruntime"].update(denoiser="/tmp/elsewhere"), "32 hexadecimal digits"),
+        (lambda about: about["engines"]["onnxruntime"].update(denoiser="../../x"), "32 hexadecimal digits"),
+        (lambda about: about.update(engines={}), "engines: there are none"),
+        (lambda about: about.update(samplers=[]), "samplers: there are none"),
+        (lambda about: about.update(window=-1), "window: it is negative"),
+        (lambda about: about["facts"]["latent"].update(downscale=0), "a size is not positive"),
+        (lambda about: about["facts"].update(sizes_multiple_of=0), "a size is not positive"),
+    ],
+)
+def test_a_manifest_that_cannot_be_meant_is_refused(changed_bundle, edit, says):
+    with pytest.raises(ArtefactError, match=says):
+        trtdiff.load(changed_bundle(edit))
+
+
+def test_a_manifest_that_nests_without_end_is_refused(tiny_bundle, tmp_path):
+    copied = shutil.copytree(tiny_bundle, tmp_path / "copy")
+    (copied / "bundle.json").write_text("[" * 100_000)
+    with pytest.raises(ArtefactError, match="is damaged"):
+        trtdiff.load(copied)
+
+
+def test_threads_beyond_reason_are_refused(tiny_bundle):
+    with pytest.raises(UsageError, match="100000 threads on"):
+        trtdiff.load(tiny_bundle, threads=100_000)

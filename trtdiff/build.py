@@ -18,8 +18,8 @@ from trtdiff.digest import file_digest
 from trtdiff.errors import ArtefactError, UsageError
 from trtdiff.estimate import check_disk, check_memory, engine_needs, size
 from trtdiff.export.manifest import EXPORT_FILE, EXPORT_SCHEMA, ExportManifest
-from trtdiff.files import FileFacts, copy_file, sync_folder
-from trtdiff.manifest import Made, differences
+from trtdiff.files import FileFacts, copy_file, facts_of_file, sync_folder
+from trtdiff.manifest import MANIFEST_FILE, Made, differences
 from trtdiff.plan import BuildPlan, PlannedEngine, PlannedSamplers
 from trtdiff.records import read_record, write_record
 from trtdiff.store import Entry, Store
@@ -271,13 +271,16 @@ def _name(planned: Planned) -> str:
 def _assemble(plan: BuildPlan, entries: Mapping[str, Entry], export: Path, out: Path) -> None:
     """Put copies of all pieces into a new folder and let it take the bundle's place."""
     manifest = plan.export
+    manifests: dict[str, FileFacts] = {}
     with replaced_folder(out) as folder:
         for engine in plan.engines:
-            entries[engine.name].copy_to(folder / ENGINES_FOLDER / engine.key)
+            place = f"{ENGINES_FOLDER}/{engine.key}"
+            entries[engine.name].copy_to(folder / place)
+            manifests[f"{place}/{MANIFEST_FILE}"] = facts_of_file(folder / place / MANIFEST_FILE)
         tables = entries["samplers"]
         facts = tables.manifest.files[SAMPLERS_FILE]
         copy_file(tables.path / SAMPLERS_FILE, folder / SAMPLERS_FILE, sha256=facts.sha256)
-        files = {SAMPLERS_FILE: facts}
+        files = {SAMPLERS_FILE: facts, **manifests}
         tokenizers = {}
         for name, source in manifest.tokenizers.items():
             place = f"tokenizers/{name}.json"
@@ -285,7 +288,7 @@ def _assemble(plan: BuildPlan, entries: Mapping[str, Entry], export: Path, out: 
             sha256 = manifest.tokenizer_sha256[name]
             check_export(export, {source: sha256})
             copy_file(export / source, folder / place, sha256=sha256)
-            files[place] = FileFacts((folder / place).stat().st_size, sha256)
+            files[place] = facts_of_file(folder / place)
             tokenizers[name] = place
         write_record(
             folder / BUNDLE_FILE,

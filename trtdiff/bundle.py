@@ -11,6 +11,7 @@ memo of `trtdiff.digest`, so their bytes are read once on a machine and again on
 `verify(fresh=True)` reads everything.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ class BundleManifest:
     tokenizers: Mapping[str, str]
     """Tokenizer name → file."""
     files: Mapping[str, FileFacts]
-    """Every file of the bundle but bundle.json and the engines' own (their manifests hold those)."""
+    """Every file of the bundle but bundle.json and the engines' own, which their manifests hold."""
     made_from: Mapping[str, Any]
     """Everything that determined the bundle, by piece: what the next build compares itself with."""
 
@@ -77,11 +78,29 @@ class Bundle:
             raise ArtefactError(f"{path} is not a bundle: it has no {BUNDLE_FILE}", where=str(path),
                                 hint="make one with: trtdiff build EXPORT -o engines/NAME")  # fmt: skip
         bundle = cls(path, read_record(file, BundleManifest, schema=BUNDLE_SCHEMA))
+        bundle._check_sense()
         check_files(path, bundle.manifest.files, hint=_AGAIN, sizes=True)
         for backend, component in bundle._every_engine():
             entry = bundle._entry(backend, component)
             check_files(entry, bundle.engine_manifest(backend, component).files, hint=_AGAIN, sizes=True)
         return bundle
+
+    def _check_sense(self) -> None:
+        """Refuse a manifest whose fields have the right types and cannot be meant."""
+        manifest, file = self.manifest, str(self.path / BUNDLE_FILE)
+        keys = [key for engines in manifest.engines.values() for key in engines.values()]
+        faults = {
+            "engines: there are none": not keys,
+            "engines: a key is not 32 hexadecimal digits": not all(re.fullmatch(r"[0-9a-f]{32}", key) for key in keys),
+            "samplers: there are none": not manifest.samplers,
+            "window: it is negative": manifest.window < 0,
+            "facts: a size is not positive": min(
+                manifest.facts.sizes_multiple_of, manifest.facts.latent.downscale, manifest.facts.latent.channels
+            ) < 1,
+        }  # fmt: skip
+        for fault, found in faults.items():
+            if found:
+                raise ArtefactError(f"{BUNDLE_FILE} is not what this version writes: {fault}", where=file, hint=_AGAIN)
 
     def components(self, backend: str) -> tuple[str, ...]:
         """Components that this bundle has engines for, with that backend."""
@@ -89,7 +108,9 @@ class Bundle:
 
     def engine_manifest(self, backend: str, component: str) -> Manifest:
         """How one engine was made: its bindings, what determined it, its files."""
-        return read_manifest(self._entry(backend, component) / MANIFEST_FILE)
+        entry = self._entry(backend, component)
+        self._file(f"{ENGINES_FOLDER}/{entry.name}/{MANIFEST_FILE}")
+        return read_manifest(entry / MANIFEST_FILE)
 
     def engine(self, backend: str, component: str) -> Path:
         """Give an engine's folder, for `Backend.load`; its files are checked first."""

@@ -108,13 +108,13 @@ class Checkpoint:
             ) from None
         return made
 
-    def origin(self, *, progress: Callable[[int], None] | None = None) -> CheckpointOrigin:
+    def origin(self, *, progress: Callable[[int], None] | None = None, fresh: bool = False) -> CheckpointOrigin:
         """Say where this checkpoint comes from, with a digest over configs, tokenizers and weights.
 
-        Weights that were never digested before are read once; `progress` is told the bytes.
+        Weights that were never digested before are read once, all of them if `fresh`; `progress` is told the bytes.
         """
         weights = {
-            folder: {file.name: _digest(file, progress) for file in files_of(self.path / folder, chosen)}
+            folder: {file.name: _digest(file, progress, fresh=fresh) for file in files_of(self.path / folder, chosen)}
             for folder, chosen in self._weights.items()
         }
         vocabularies = {
@@ -215,9 +215,11 @@ def _note(folder: Path, chosen: WeightFile) -> str:
     return f"{folder.name}: {which}, {count} {'file' if count == 1 else 'files'}{pickle}{left}"
 
 
-def _digest(file: Path, progress: Callable[[int], None] | None) -> str:
+def _digest(file: Path, progress: Callable[[int], None] | None, *, fresh: bool = False) -> str:
+    if file.exists() and not file.is_file():  # a pipe would be waited for
+        raise CheckpointError(f"{file.name} is not a file", where=str(file), hint=DAMAGED)
     try:
-        return file_digest(file, progress=progress)
+        return file_digest(file, fresh=fresh, progress=progress)
     except OSError as error:
         raise CheckpointError(f"cannot read {file.name}: {error.strerror}", where=str(file), hint=DAMAGED) from None
 

@@ -262,8 +262,9 @@ def _picture(path: Path) -> Description:
     own = text.get("trtdiff")
     if own is not None:
         try:
-            facts |= json.loads(own)
-        except (ValueError, TypeError) as error:
+            parameters = json.loads(own, parse_constant=_no_number)
+            facts |= {str(name): value for name, value in parameters.items()}
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ArtefactError(
                 f"the picture's parameters are damaged: {error}", where=f"{path}: text chunk 'trtdiff'",
                 hint="its receipt, the JSON file beside it, holds them too"
@@ -273,6 +274,10 @@ def _picture(path: Path) -> Description:
     else:
         facts["parameters"] = "none: not made by trtdiff, or stripped"
     return Description("picture", str(path), facts)
+
+
+def _no_number(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _receipt(path: Path) -> Description:

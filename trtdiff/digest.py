@@ -1,7 +1,8 @@
 """One way to name content: canonical JSON and files to sha256.
 
-sha256 of a file is paid once: it is remembered by (device, inode, size, mtime in ns), which changes when the file is
-rewritten. Remembered digests live in the user's cache folder; `fresh=True` reads the bytes again.
+sha256 of a file is paid once: it is remembered by (device, inode, size, mtime and ctime in ns). Whoever rewrites a file
+may set its modification time to what it was, but not the time at which the system saw it change. Remembered digests
+live in the user's cache folder; `fresh=True` reads the bytes again.
 """
 
 import ast
@@ -95,9 +96,17 @@ def _source(module: str) -> Path:
     return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
 
 
+def move(source: Path, target: Path) -> None:
+    """Rename a file and keep what is remembered of it: to the system, a new name is a change."""
+    known = _remembered(_identity(source))
+    source.rename(target)
+    if known:
+        remember(target, known)
+
+
 def _identity(path: Path) -> str:
     status = path.stat()
-    return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
+    return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
 
 
 def _store(identity: str, known: str) -> None:

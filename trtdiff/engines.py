@@ -14,6 +14,7 @@ from trtdiff.bundle import BUNDLE_FILE, Bundle, BundleManifest
 from trtdiff.errors import UsageError
 from trtdiff.families import family
 from trtdiff.loop import DenoisingLoop, check_finite
+from trtdiff.machine import usable_cores
 from trtdiff.receipt import EngineUse
 from trtdiff.sampler_book import SamplerBook
 from trtdiff.tokens import Tokenizer
@@ -64,11 +65,10 @@ class Engines:
         """Open a bundle folder with a backend, or with the first that the bundle has engines for."""
         if threads is not None and threads < 1:
             raise UsageError(f"{threads} threads cannot compute anything", hint="give 1 or more, or leave it out")
+        if threads is not None and threads > (limit := 4 * usable_cores()):
+            raise UsageError(f"{threads} threads on {usable_cores()} cores would wait for each other",
+                             hint=f"give at most {limit}, or leave it out")  # fmt: skip
         bundle = Bundle.open(path)
-        if not bundle.manifest.engines:
-            raise UsageError(
-                f"the bundle {bundle.manifest.name} has no engines", where=str(path), hint="build it again"
-            )
         return cls(bundle, backend or next(iter(bundle.manifest.engines)), threads)
 
     @property

@@ -263,8 +263,12 @@ def cut_prompts(engines: Engines, request: Request) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for what, text in texts:
         for tokenizer in engines.tokenizers.values():
-            if cut := tokenizer.cut(text):
+            if cut := _short(tokenizer.cut(text)):
                 found[f"{what} {text[:40]!r}… is longer than {tokenizer.limit} tokens; these words were cut: {cut}"] = (
                     None
                 )
     return tuple(found)
+
+
+def _short(text: str, limit: int = 200) -> str:
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit} more characters)"

@@ -28,8 +28,13 @@ def facts_of(folder: Path, *, without: str = "") -> dict[str, FileFacts]:
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
         if name != without:
-            found[name] = FileFacts(path.stat().st_size, file_digest(path))
+            found[name] = facts_of_file(path)
     return found
+
+
+def facts_of_file(path: Path) -> FileFacts:
+    """Read the facts of one file."""
+    return FileFacts(path.stat().st_size, file_digest(path))
 
 
 def check_files(

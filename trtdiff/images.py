@@ -40,13 +40,14 @@ def open_image(source: Path | str | Image.Image) -> Image.Image:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
+    sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I"):  # 16-bit grey, as PNG stores it
+    if sixteen:
         return Image.fromarray(np.clip(np.asarray(image, np.float64) / 257 + 0.5, 0, 255).astype(np.uint8)).convert(
             "RGB"
         )
-    if image.mode == "F":
-        raise UsageError("a floating-point picture has no agreed white", hint="save it as an 8-bit PNG")
+    if image.mode in {"I", "F"}:
+        raise UsageError(f"a picture of mode {image.mode} has no agreed white", hint="save it as an 8-bit PNG")
     if image.has_transparency_data:
         colours = image.convert("RGBA")
         page = Image.new("RGBA", colours.size, "white")

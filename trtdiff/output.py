@@ -34,11 +34,17 @@ class Output:
     def of(cls, path: Path, request: Request, *, sheet: bool) -> "Output":
         """Check, before anything runs, that the files can be written. Raises UsageError, StorageError."""
         if path.suffix.lower() != ".png":
-            raise UsageError(f"{path.name} does not end in .png", hint="pictures are written as PNG files")
-        if path.is_dir():
-            raise UsageError(f"{path} is a folder", hint=f"name a file, for example {path / 'out.png'}")
+            raise UsageError(
+                f"{str(path)!r} does not end in .png", where="-o", hint="pictures are written as PNG files"
+            )
         several = len(request.prompts) > 1 and request.count > 1
         made = cls(path, request.pictures, sheet, request.count if several else None)
+        try:
+            taken = next((file for file in made.files() if file.is_dir()), None)
+        except OSError as error:
+            raise UsageError(f"{path.name[:40]}… cannot be a file's name: {error.strerror}", where="-o") from None
+        if taken is not None:
+            raise UsageError(f"{taken} is a folder", where="-o", hint="name another file, for example out.png")
         _check_writable(made.receipt)
         return made
 
@@ -53,6 +59,11 @@ class Output:
             return self.path
         digits = len(str(self.pictures - 1))
         return self.path.with_stem(f"{self.path.stem}-{index:0{digits}}")
+
+    def files(self) -> list[Path]:
+        """Name every file of the run."""
+        pictures = [self.file(index) for index in range(self.pictures)]
+        return [self.path, *pictures, self.receipt]
 
     def write(self, picture: Picture) -> Path:
         """Write one picture."""

@@ -25,7 +25,7 @@ def read_record(path: Path, kind: type[T], *, schema: int) -> T:
         raise ArtefactError(f"cannot read {path.name}: {error.strerror}", where=str(path)) from None
     try:
         loose = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ArtefactError(f"{path.name} is damaged: {error}", where=str(path), hint="make it again") from None
     found = loose.get("schema") if isinstance(loose, dict) else None
     if isinstance(found, int) and found > schema:
@@ -63,6 +63,6 @@ def whole_file(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     except OSError as error:
         raise StorageError(f"cannot write {path.name}: {error.strerror or error}", where=str(path.parent),
-                           hint="free some space or choose another folder; nothing was changed")  from None  # fmt: skip
+                           hint="free some space or choose another name; what was there stays") from None  # fmt: skip
     finally:
         temporary.unlink(missing_ok=True)

@@ -98,6 +98,10 @@ class Request:
         )
 
 
+MOST_GUIDANCE = 1e6
+"""Far beyond what any model is used with; its float32 products stay finite."""
+
+
 def make_request(
     manifest: BundleManifest,
     prompts: str | Sequence[str],
@@ -128,6 +132,8 @@ def make_request(
     step_count = _whole("steps", steps, least=1)
     rows, columns = _size(manifest, height, width, sources)
     scale = _real("guidance", manifest.facts.guidance if guidance is None else guidance)
+    if scale > MOST_GUIDANCE:
+        raise UsageError(f"guidance {scale:g} is beyond any use", hint="1 or less means no guidance; 4 to 9 are usual")
     if scale < 0:
         raise UsageError(f"guidance {scale:g} is negative", hint="1 or less means no guidance; 4 to 9 are usual")
     if loop not in get_args(LoopKind):

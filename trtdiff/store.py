@@ -5,8 +5,8 @@ one process build while others of the same key wait, then reuse. Locks are the o
 leaves none behind, only a hidden folder, which the next one that holds the lock removes.
 
 Reading checks the manifest, and every file's size and sha256. A digest is read from the bytes once, then remembered by
-device, inode, size and modification time (`trtdiff.digest`): a file that was written to since is read again and found
-out, whereas damage that changes no time (a failing disk) is found by `fresh=True` alone.
+device, inode, size and times (`trtdiff.digest`): a file that was written to since is read again and found out, whereas
+damage that changes no time (a failing disk) is found by `fresh=True` alone.
 
 Entries are copied into bundles, not linked: a bundle must survive that its store is deleted, and damage to one must not
 be damage to both. On file systems with reflinks (btrfs, XFS, bcachefs) a copy takes no room. Hard links would take none

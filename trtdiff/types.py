@@ -129,8 +129,12 @@ class ShapeProfile:
                 raise ProfileError(
                     f"{name} {size} was asked, the engines take {span.min} to {span.max}",
                     where=f"profile {self}",
-                    hint=f"nearest: {min(max(size, span.min), span.max)}; or build with --profile {name}="
-                    f"{min(span.min, size)}:{span.opt}:{max(span.max, size)}",
+                    hint=f"nearest: {min(max(size, span.min), span.max)}"
+                    + (
+                        f"; or build with --profile {name}={min(span.min, size)}:{span.opt}:{max(span.max, size)}"
+                        if size > 0
+                        else ""
+                    ),
                 )
 
     def __str__(self) -> str:

@@ -211,3 +211,31 @@ def test_a_pipe_gets_the_paths_alone_even_where_errors_go_to_a_terminal(tiny_bun
         shown = on_a_terminal(tiny_bundle, tmp_path, pipe)
     assert "2/2" in shown
     assert (tmp_path / "list").read_text() == "out-0.png\nout-1.png\nout.json\n"
+
+
+def test_a_reader_that_leaves_early_costs_no_picture(tiny_bundle, tmp_path):
+    code = "import sys; from trtdiff.cli import exit_code; sys.exit(exit_code(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "run", str(tiny_bundle), "a", "b", "c", "--steps", "1", "--threads", "1"]
+    process = subprocess.Popen([*command, "-o", str(tmp_path / "x.png")], stdout=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.wait() == 0
+    assert files(tmp_path) == ["x-0.png", "x-1.png", "x-2.png", "x.json"]
+
+
+def test_a_full_standard_output_is_one_clear_line(tiny_bundle, tmp_path):
+    code = "import sys; from trtdiff.cli import exit_code; sys.exit(exit_code(sys.argv[1:]))"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", code, "doctor"], stdout=full, stderr=subprocess.PIPE, text=True,
+                              check=False)  # fmt: skip
+    assert "cannot write to standard output" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode != 0
+
+
+@pytest.mark.parametrize("name", ["a" * 300 + ".png", "taken.png", "both.png"])
+def test_names_that_cannot_be_written_are_refused_before_anything_runs(go, name):
+    Path("taken.png").mkdir()
+    Path("both-1.png").mkdir()
+    code, out, err = go("a cat", "--count", 2, "-o", name)
+    assert (code, out) == (2, "")
+    assert "is a folder" in err or "cannot be a file's name" in err

@@ -1,6 +1,7 @@
 """Export of a real, tiny pipeline: what is in the folder, and that it computes what diffusers computes."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import pytest
 
 from trtdiff.checkpoint import Checkpoint
 from trtdiff.digest import file_digest
-from trtdiff.errors import StorageError, UsageError
+from trtdiff.errors import CheckpointError, StorageError, UsageError
 from trtdiff.export import export as module
 from trtdiff.export.check import BOUND, relative_l2
 from trtdiff.export.export import export_checkpoint
@@ -257,7 +258,9 @@ def test_a_second_export_waits_for_the_first_and_says_so(tiny_checkpoint, copied
             lock.release()
 
     hearer = Hearer()
-    export_checkpoint(Checkpoint.open(str(tiny_checkpoint)), copied, reporter=hearer)
+    export_checkpoint(
+        Checkpoint.open(str(tiny_checkpoint)), copied, components=["text_encoder"], check=False, reporter=hearer
+    )
     assert hearer.said.startswith("another process is making")
 
 
@@ -295,3 +298,20 @@ def test_the_command_ends_with_a_table(tiny_export, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:5]] == list(COMPONENTS)
     assert lines[-1] == str(tiny_export.folder)
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        ("unet", "sample_size", "32"), ("unet", "sample_size", None), ("vae", "block_out_channels", None),
+        ("vae", "scaling_factor", "x"), ("vae", "scaling_factor", 0), ("text_encoder", "hidden_size", "32"),
+        ("text_encoder", "max_position_embeddings", None), ("vae", "latent_channels", True),
+    ],
+)  # fmt: skip
+def test_a_config_value_of_the_wrong_kind_names_file_and_field_at_once(tiny_checkpoint, tmp_path, part, field, value):
+    copied = shutil.copytree(tiny_checkpoint, tmp_path / "c")
+    config = json.loads((copied / part / "config.json").read_text())
+    (copied / part / "config.json").write_text(json.dumps({**config, field: value}))
+    with pytest.raises(CheckpointError) as caught:
+        export_checkpoint(Checkpoint.open(str(copied)), tmp_path / "out")
+    assert caught.value.where == f"{part}/config.json: {field}"

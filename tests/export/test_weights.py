@@ -387,7 +387,7 @@ def test_a_full_disk_is_refused_before_anything_is_written(stored, tmp_path, mon
     usage = weights.shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(weights.shutil, "disk_usage", lambda _: usage)
     for dtype in ("stored", "float16"):
-        with pytest.raises(StorageError, match=r"the weights need 0\.00 GB, the disk has 0\.00 GB free"):
+        with pytest.raises(StorageError, match=r"the weights need 0\.0 MB, the disk has 0\.0 MB free"):
             place_weights(read_index(stored), NEEDED, tmp_path / "out", "unet", dtype=dtype)
     assert not (tmp_path / "out").exists()
 

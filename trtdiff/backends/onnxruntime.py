@@ -15,6 +15,7 @@ import numpy as np
 
 from trtdiff.backends.base import Toolchain
 from trtdiff.backends.check import Contract
+from trtdiff.digest import move
 from trtdiff.errors import ArtefactError, BuildError, MissingDependency, TrtdiffError, UsageError
 from trtdiff.machine import physical_cores
 from trtdiff.types import Array, ShapeProfile, TensorSpec
@@ -70,7 +71,7 @@ class OnnxRuntime:
         graph is laid out for the vector instructions of the machine that wrote it.
         """
         for file in sorted(graph.parent.iterdir()):
-            file.rename(out / (MODEL if file == graph else file.name))
+            move(file, out / (MODEL if file == graph else file.name))
         with self._open(out, threads=1, accept_only=True) as session:
             return {
                 "inputs": [str(spec) for spec in session.inputs],

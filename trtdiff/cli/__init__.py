@@ -1,5 +1,6 @@
 """The command line: one file a verb; a new verb is one file and one line in `COMMANDS`."""
 
+import errno
 import os
 import sys
 from importlib import import_module
@@ -84,6 +85,11 @@ def exit_code(arguments: list[str]) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 1
+    except OSError as error:
+        if error.filename is None and error.errno in {errno.ENOSPC, errno.EIO, errno.EBADF}:
+            click.echo(f"error: cannot write to standard output: {error.strerror}", err=True)
+            return 1
+        return _unexpected(error)
     except Exception as error:  # noqa: BLE001 - the last net: nobody who types a command should read a stack of calls
         return _unexpected(error)
 

@@ -1,6 +1,7 @@
 """`trtdiff build`: an export becomes a bundle."""
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,6 +66,7 @@ def build(
     from trtdiff.backends import best_target, target_backend
     from trtdiff.build import build as build_bundle
     from trtdiff.build import read_export, survey_bundle
+    from trtdiff.errors import UsageError
     from trtdiff.export.manifest import EXPORT_FILE
     from trtdiff.plan import described, make_plan
     from trtdiff.store import Store
@@ -73,6 +75,8 @@ def build(
     if folder is None:
         folder = only_folder(EXPORTS, EXPORT_FILE, what="export", make="trtdiff export CHECKPOINT")
         note(f"export {folder} (the only one there is)")
+    if timeout is not None and math.isnan(timeout):
+        raise UsageError("--timeout is no number", where="--timeout", hint="give seconds, such as 600")
     overrides = ShapeProfile.parse(profile)
     export = read_export(folder, fresh=verify)
     if out is None:

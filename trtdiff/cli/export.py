@@ -70,7 +70,7 @@ def export(
         click.echo(f"{out} is up to date (--force exports it again)")
     else:
         if made.reason != "there is none":
-            note(f"exported again: {made.reason}")
+            note(f"exported again: {made.reason or '--force'}")
         _print_table(made)
 
 

@@ -1,5 +1,6 @@
 """`trtdiff run`: make pictures with a bundle."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -94,7 +95,8 @@ def run(
             note(f"warning: {warning}")
         written: list[Path] = []
 
-        with _progress_bar() as (progress, say):
+        with _progress_bar() as (progress, above):
+            say = _until_closed(above)
 
             def save(picture: Picture) -> None:
                 written.append(out.write(picture))
@@ -102,9 +104,10 @@ def run(
                     say(str(written[-1]))
 
             result = pipeline.run(request, progress=progress, finished=save)
+        tell = _until_closed(click.echo)
         for path in out.finish(result.pictures, result.receipt):
             if not as_json:
-                click.echo(path)
+                tell(str(path))
     receipt = result.receipt
     if as_json:
         click.echo(out.receipt.read_text(encoding="utf-8"), nl=False)
@@ -112,6 +115,23 @@ def run(
         step = receipt.stages["step"]
         pictures = "1 picture" if len(written) == 1 else f"{len(written)} pictures"
         note(f"{pictures} in {receipt.seconds:.2f} s, {1000 * step.median:.1f} ms a step; loaded in {loaded:.2f} s")
+
+
+def _until_closed(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Say things until nobody listens (`| head -1`): the pictures are made and written nevertheless."""
+    open_ = True
+
+    def tell(text: str) -> None:
+        nonlocal open_
+        try:
+            if open_:
+                say(text)
+                sys.stdout.flush()
+        except BrokenPipeError:
+            open_ = False
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 - for the flush when the process ends
+
+    return tell
 
 
 def _seed(text: str) -> int | None:

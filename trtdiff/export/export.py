@@ -114,7 +114,7 @@ def export_checkpoint(
     specs = _chosen(_described(family, checkpoint), components)
     require_replaceable(out)
     reporter.stage("reading the checkpoint's digest")
-    origin = checkpoint.origin(progress=reporter.advance)
+    origin = checkpoint.origin(progress=reporter.advance, fresh=force)
     wanted = tuple(spec.name for spec in specs)
     code = export_code(family)
 

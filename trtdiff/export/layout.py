@@ -89,4 +89,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def listing(folder: Path) -> list[str]:
     """Names in a folder, sorted; none where it is not there."""
-    return sorted(item.name for item in folder.iterdir()) if folder.is_dir() else []
+    return sorted(item.name for item in folder.iterdir() if not _is_pipe(item)) if folder.is_dir() else []
+
+
+def _is_pipe(path: Path) -> bool:
+    """Whether reading it would wait for a writer."""
+    return path.is_fifo() or path.is_socket()

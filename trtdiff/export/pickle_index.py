@@ -115,7 +115,10 @@ def _tensor(name: str, tensor: Any, path: Path, size: int) -> TensorRef:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in ITEMSIZE:
         _refuse(path, f"gives tensor {name} the type {dtype}", f"known: {', '.join(ITEMSIZE)}")
-    storage = tensor.untyped_storage()
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        _refuse(path, f"holds tensor {name} as {tensor.layout}, which has no bytes of its own", _SAFER)
     base = getattr(storage, "_checkpoint_offset", None)
     if base is None:
         _refuse(path, f"holds tensor {name} in a form whose place in the file is not known", _SAFER)

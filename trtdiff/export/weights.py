@@ -208,7 +208,7 @@ def _check_room(folder: Path, nbytes: int) -> None:
     free = shutil.disk_usage(there).free
     if nbytes + _SPARE > free:
         raise StorageError(
-            f"the weights need {nbytes / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB free",
+            f"the weights need {nbytes / 1e6:.1f} MB, the disk has {free / 1e6:.1f} MB free",
             where=str(folder),
             hint="free some space or choose another folder; nothing was written",
         )

@@ -7,8 +7,9 @@ inside its methods. The *runtime* side turns prompts into arrays with numpy and 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from trtdiff.errors import CheckpointError
 from trtdiff.types import Array, ShapeProfile, TensorSpec
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from trtdiff.tokens import Tokenizer
 
 Config = Mapping[str, Any]
+T = TypeVar("T")
+_WORDS: Mapping[type, str] = {int: "a whole number", float: "a number other than 0", list: "a list"}
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,20 @@ class ComponentSpec:
     """
     prefix: str
     """Attribute of the built module that holds the checkpoint's own module."""
+
+
+def field_of(configs: Mapping[str, Config], folder: str, name: str, kind: type[T], default: T | None = None) -> T:
+    """Give a field of a component's config, of the type it must have. CheckpointError names file and field."""
+    value = configs[folder].get(name, default)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if isinstance(value, kind) and not isinstance(value, bool) and value not in (0, []):
+        return value
+    raise CheckpointError(
+        f"{folder}'s config says {name} = {value!r}; {_WORDS[kind]} is expected",
+        where=f"{folder}/config.json: {name}",
+        hint="download the file again, or write what the model was trained with",
+    )
 
 
 class ModelFamily(ABC):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trtdiff.errors import CheckpointError
-from trtdiff.families.base import ComponentSpec, Config, LatentFacts, ModelFacts, ModelFamily, TokenFacts
+from trtdiff.families.base import ComponentSpec, Config, LatentFacts, ModelFacts, ModelFamily, TokenFacts, field_of
 from trtdiff.types import Array, TensorSpec
 
 if TYPE_CHECKING:
@@ -24,39 +24,42 @@ class StableDiffusion(ModelFamily):
 
     def facts(self, configs: Mapping[str, Config]) -> ModelFacts:
         """Read the latent space from the VAE's config, the native size from the UNet's."""
-        unet, vae, text = configs["unet"], configs["vae"], configs["text_encoder"]
-        downscale = 2 ** (len(vae["block_out_channels"]) - 1)
+        unet, vae = configs["unet"], configs["vae"]
+        downscale = 2 ** (len(field_of(configs, "vae", "block_out_channels", list)) - 1)
         size = unet.get("sample_size")
-        if size is None:
+        if isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(side, int) for side in size):
+            rows, columns = size
+        else:
+            rows = columns = field_of(configs, "unet", "sample_size", int)
+        channels = field_of(configs, "vae", "latent_channels", int)
+        if unet["in_channels"] != channels:
             raise CheckpointError(
-                "the UNet's config does not say which size it was trained at",
-                where="unet/config.json: sample_size",
-                hint="write the native image size over the VAE's downscaling there: 64 for 512 pixels",
-            )
-        rows, columns = (size, size) if isinstance(size, int) else size
-        if unet["in_channels"] != vae["latent_channels"]:
-            raise CheckpointError(
-                f"the UNet takes {unet['in_channels']} channels, the VAE makes {vae['latent_channels']}",
+                f"the UNet takes {unet['in_channels']} channels, the VAE makes {channels}",
                 where="unet/config.json: in_channels",
                 hint="UNets with extra input channels (inpainting, depth) are not supported by this version",
             )
-        if unet["cross_attention_dim"] != text["hidden_size"]:
+        width = field_of(configs, "text_encoder", "hidden_size", int)
+        if unet["cross_attention_dim"] != width:
             raise CheckpointError(
-                f"the UNet attends to width {unet['cross_attention_dim']}, the text encoder has {text['hidden_size']}",
+                f"the UNet attends to width {unet['cross_attention_dim']}, the text encoder has {width}",
                 where="unet/config.json: cross_attention_dim, text_encoder/config.json: hidden_size",
                 hint="use the text encoder that this UNet was trained with",
             )
         return ModelFacts(
             latent=LatentFacts(
-                channels=vae["latent_channels"],
+                channels=channels,
                 downscale=downscale,
-                scaling=vae.get("scaling_factor", 0.18215),
+                scaling=field_of(configs, "vae", "scaling_factor", float, 0.18215),
                 shift=vae.get("shift_factor") or 0.0,
                 height=rows * downscale,
                 width=columns * downscale,
             ),
-            conditions=(TensorSpec("encoder_hidden_states", "float32", ("batch", "tokens", text["hidden_size"])),),
-            tokens={"tokenizer": _tokens(configs.get("tokenizer", {}), text["max_position_embeddings"])},
+            conditions=(TensorSpec("encoder_hidden_states", "float32", ("batch", "tokens", width)),),
+            tokens={
+                "tokenizer": _tokens(
+                    configs.get("tokenizer", {}), field_of(configs, "text_encoder", "max_position_embeddings", int)
+                )
+            },
             guidance=7.5,
             sizes_multiple_of=max(8, downscale),
         )

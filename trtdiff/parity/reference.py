@@ -80,9 +80,10 @@ class Reference:
                     f"diffusers cannot load the checkpoint: {error}", where=checkpoint.name
                 ) from error
         if dtype != "stored":
-            for part in self._pipeline.components.values():
-                if isinstance(part, torch.nn.Module):
-                    part.to(getattr(torch, dtype)).to(torch.float32)
+            with _quiet():
+                for part in self._pipeline.components.values():
+                    if isinstance(part, torch.nn.Module):
+                        part.to(getattr(torch, dtype)).to(torch.float32)
         self._pipeline.set_progress_bar_config(disable=True)
 
     def component(self, spec: ComponentSpec, feeds: Mapping[str, Array]) -> dict[str, Array]:
