@@ -1,9 +1,9 @@
 """Half precision: fp16 has 11 bits and ends at 65,504; bf16 has 8 bits and float32's range.
 
-Tolerances are one and a half to two times what was measured on the backend `rounded`, at the least, tuned and largest
-shapes, of random inputs. Largest relative L2, which is the denoiser's: bf16 4.5e-2 with the demo checkpoint, 8.0e-2 with
-a tiny one of random weights; fp16 an eighth of that. Pictures of the demo after 20 steps, at guidance 3 and 7.5: 30 and 2
-levels.
+Tolerances are one and a half to two times what was measured on the backend `rounded`, at the least, tuned and
+largest shapes, of random inputs. Largest relative L2, which is the denoiser's: bf16 4.5e-2 with the demo checkpoint,
+8.0e-2 with a tiny one of random weights; fp16 an eighth of that. Pictures of the demo after 20 steps, at guidance 3 and
+7.5: 30 and 2 levels.
 """
 
 from trtdiff.recipes.base import PrecisionRecipe
