@@ -152,7 +152,7 @@ def test_a_timeout_kills(tasks, tmp_path):
     assert _gone(tmp_path / "pid")
 
 
-def test_ctrl_c_kills(tasks, tmp_path):
+def test_ctrl_c_kills(tasks, tmp_path, request):
     pidfile = tmp_path / "pid"
 
     def interrupt():
@@ -160,6 +160,8 @@ def test_ctrl_c_kills(tasks, tmp_path):
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with pytest.raises(KeyboardInterrupt):
         tasks("sleep", pidfile=str(pidfile))
     assert _gone(pidfile)
