@@ -20,7 +20,6 @@ import random
 import resource
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -36,6 +35,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+from trtdiff.whole import locked, replaced_folder
 
 DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 INKS = {
@@ -350,9 +351,7 @@ def descend(loss: Tensor, model: nn.Module, optimizer, schedule) -> None:
 
 def write_checkpoint(pipe: StableDiffusionPipeline, output: Path, facts: dict) -> None:
     """Write the pipeline in fp16, with what it was taught and how, then put it in the output's place."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as temporary:
-        fresh, stale = Path(temporary) / "fresh", Path(temporary) / "stale"
+    with locked(output, print), replaced_folder(output) as fresh:
         pipe.tokenizer.backend_tokenizer.no_padding()  # as training left it; whoever encodes decides
         pipe.tokenizer.backend_tokenizer.no_truncation()
         pipe.to(torch.float16).save_pretrained(fresh, safe_serialization=True)
@@ -362,9 +361,6 @@ def write_checkpoint(pipe: StableDiffusionPipeline, output: Path, facts: dict) -
         (fresh / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
         if (card := output / "README.md").exists():
             shutil.copy(card, fresh)
-        if output.exists():
-            output.rename(stale)
-        fresh.rename(output)
 
 
 def train(arguments: argparse.Namespace, console: Console) -> None:
@@ -417,6 +413,8 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=64, metavar="N", help="pictures a step")
     arguments = parser.parse_args()
     console = Console()
+    if arguments.output.exists() and not (arguments.output / "model_index.json").is_file():
+        parser.error(f"{arguments.output} is there and is no checkpoint; name another folder")
     try:
         train(arguments, console)
     except KeyboardInterrupt:
