@@ -66,7 +66,9 @@ def make_checkpoint(folder: Path, parts: dict[str, dict[str, Any]]) -> None:
         stem = "model" if name == "text_encoder" else "diffusion_pytorch_model"
         write_random(folder / name / f"{stem}.safetensors", shapes_of(name, config))
     (folder / "scheduler").mkdir(exist_ok=True)
-    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps({"_class_name": "DDIMScheduler"}))
+    (folder / "scheduler" / "scheduler_config.json").write_text(
+        json.dumps({"_class_name": "DDIMScheduler", "clip_sample": False})
+    )
     write_tokenizer(folder / "tokenizer")
     index = {"_class_name": "StableDiffusionPipeline", "scheduler": ["diffusers", "DDIMScheduler"],
              "tokenizer": ["transformers", "CLIPTokenizer"]}  # fmt: skip
