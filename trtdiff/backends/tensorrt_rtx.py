@@ -29,8 +29,12 @@ class TensorRtRtx:
     fuses_attention = True
 
     def __init__(self, device: str = "") -> None:
-        """`device` lists compute capabilities, `sm86,sm89`; empty: portable. Raises UsageError for a malformed one."""
-        capabilities = list(dict.fromkeys(filter(None, device.lower().split(","))))
+        """`device` lists compute capabilities, `sm86,sm89`; empty or `portable`: none in particular.
+
+        Raises UsageError for a malformed one.
+        """
+        named = "" if device == PORTABLE else device.lower()
+        capabilities = list(dict.fromkeys(filter(None, named.split(","))))
         if malformed := [item for item in capabilities if not re.fullmatch(r"sm\d{2,3}", item)]:
             raise UsageError(
                 f"{malformed[0]!r} is not a compute capability",
