@@ -15,7 +15,7 @@ help:
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt hatchling editables
+	$(BIN)/python -m pip install -q -c constraints.txt hatchling editables setuptools
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[compile,cpu,rtx,dev]'
 	@touch $@
 
