@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trtdiff.backends import backend as backend_named
+from trtdiff.backends.options import BuilderOptions
 from trtdiff.errors import BuildError, MissingDependency, TrtdiffError
 from trtdiff.lowered import write_graph
 from trtdiff.types import DimRange, ShapeProfile
@@ -46,7 +47,7 @@ def build_engine(
     engine.mkdir()
     written = write_graph(model, scratch, progress=progress)
     ranges = ShapeProfile({name: DimRange.parse(span) for name, span in profile.items()})
-    realised = backend_named(backend, device).build(written, ranges, options, engine)
+    realised = backend_named(backend, device).build(written, ranges, BuilderOptions.of(options), engine, progress)
     _require_precision(realised, computes_in, graph)
     for leftover in scratch.iterdir():
         leftover.unlink()

@@ -5,6 +5,7 @@ import pytest
 
 from trtdiff.backends import BACKENDS, TARGETS, backend, best_target, target_backend
 from trtdiff.backends.onnxruntime import OnnxRuntime
+from trtdiff.backends.options import BuilderOptions
 from trtdiff.errors import ArtefactError, BuildError, MissingDependency, TrtdiffError, UsageError
 from trtdiff.types import ShapeProfile, TensorSpec
 
@@ -28,7 +29,7 @@ def engine(tmp_path_factory):
 
     scratch, out = tmp_path_factory.mktemp("scratch"), tmp_path_factory.mktemp("engine")
     onnx.save(onnx.parser.parse_model(GRAPH), scratch / "graph.onnx")
-    realised = backend("onnxruntime").build(scratch / "graph.onnx", ShapeProfile({}), {}, out)
+    realised = backend("onnxruntime").build(scratch / "graph.onnx", ShapeProfile({}), BuilderOptions(), out, lambda done, total: None)
     assert realised["inputs"][1] == "coefficients: float32[window, batch]"
     assert list(scratch.iterdir()) == []
     return out
@@ -197,7 +198,7 @@ def test_a_graph_without_a_kernel_fails_when_it_is_built(tmp_path):
         g (float[n] x) => (float[n] y) { y = nowhere.Nothing (x) }"""
     onnx.save(onnx.parser.parse_model(text), scratch / "graph.onnx")
     with pytest.raises(BuildError, match="Nothing"):
-        OnnxRuntime().build(scratch / "graph.onnx", ShapeProfile({}), {}, out)
+        OnnxRuntime().build(scratch / "graph.onnx", ShapeProfile({}), BuilderOptions(), out, lambda done, total: None)
 
 
 # --- the registry ----------------------------------------------------------------------------------------------------

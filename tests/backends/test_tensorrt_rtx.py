@@ -5,6 +5,7 @@ import json
 import pytest
 
 from trtdiff.backends import backend
+from trtdiff.backends.options import BuilderOptions
 from trtdiff.backends.tensorrt_builder import PLAN, describe_node, read_layers
 from trtdiff.cli import exit_code as run
 from trtdiff.errors import BuildError, MissingDependency, UsageError
@@ -31,7 +32,7 @@ def graph(folder, text):
 def build(tmp_path, text, device="sm89"):
     out = tmp_path / "engine"
     out.mkdir()
-    return out, backend("tensorrt-rtx", device).build(graph(tmp_path / "in", text), SIZES, {}, out)
+    return out, backend("tensorrt-rtx", device).build(graph(tmp_path / "in", text), SIZES, BuilderOptions(), out, lambda done, total: None)
 
 
 def test_an_engine_and_the_types_that_it_realised(tmp_path):

@@ -10,7 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from trtdiff.backends.options import BuilderOptions
 from trtdiff.types import Array, ShapeProfile, TensorSpec
+
+Progress = Callable[[int, int], None]
+"""Called with how much is done, and how much there is."""
 
 
 @dataclass(frozen=True)
@@ -87,15 +91,32 @@ class Backend(Protocol):
         Cheap: it must not import the library.
         """
 
+    def refusal(self, option: str) -> str:
+        """Say why an option of `BuilderOptions`, by field name, cannot be had here; empty where it can."""
+
     def memory(self, weights: int) -> int:
         """Estimate the peak bytes of memory that `build` takes for a graph with so many bytes of weights."""
 
-    def build(self, graph: Path, profile: ShapeProfile, options: Mapping[str, Any], out: Path) -> Mapping[str, Any]:
+    def seconds(self, weights: int) -> float:
+        """Estimate how long `build` takes for a graph with so many bytes of weights, on two cores."""
+
+    def build(
+        self, graph: Path, profile: ShapeProfile, options: BuilderOptions, out: Path, progress: Progress
+    ) -> Mapping[str, Any]:
         """Compile the ONNX file `graph` into files in the empty folder `out`; runs in a worker process.
 
         The folder of `graph` holds it and its weights and nothing else; it is scratch on the same file system as `out`,
         so files may be moved out of it. `profile` has a range for every symbolic dimension of the graph's inputs.
         Returns what the compiler realised (types by layer where it tells), for the manifest. Raises BuildError.
+        """
+
+    def runnable(self) -> str:
+        """Say why this machine cannot run this backend's engines; empty where it can. Cheap."""
+
+    def mismatch(self, spec: Mapping[str, Any]) -> str:
+        """Say why an engine with this `EngineSpec` (as its manifest has it) cannot be loaded here; empty where it can.
+
+        Where `runnable`: an engine of another version of the library, or for another device.
         """
 
     def load(self, engine: Path, *, threads: int | None = None) -> Session:

@@ -10,7 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trtdiff.backends.base import Session, Toolchain
+from trtdiff.backends.base import Progress, Session, Toolchain
+from trtdiff.backends.options import BuilderOptions
 from trtdiff.backends.tensorrt_builder import compile_graph
 from trtdiff.errors import MissingDependency, UsageError
 from trtdiff.types import ShapeProfile
@@ -57,7 +58,22 @@ class TensorRtRtx:
         """
         return int(1.7 * weights)
 
-    def build(self, graph: Path, profile: ShapeProfile, options: Mapping[str, Any], out: Path) -> Mapping[str, Any]:  # noqa: ARG002
+    def refusal(self, option: str) -> str:  # noqa: ARG002 - none of them yet
+        """Refuse all."""
+        return "this version does not pass it on"
+
+    def seconds(self, weights: int) -> float:
+        """Estimate how long `build` takes."""
+        return 3 + weights / 100e6
+
+    def build(
+        self,
+        graph: Path,
+        profile: ShapeProfile,
+        options: BuilderOptions,  # noqa: ARG002
+        out: Path,
+        progress: Progress,  # noqa: ARG002
+    ) -> Mapping[str, Any]:
         """Compile for the device's compute capabilities; no GPU takes part."""
         trt = _import()
 
@@ -78,6 +94,16 @@ class TensorRtRtx:
                     )  # fmt: skip
 
         return compile_graph(trt, graph, profile, out, configure=configure)
+
+    def runnable(self) -> str:
+        """Refuse: this version does not run its engines."""
+        return "this version of trtdiff builds TensorRT for RTX engines and does not run them yet"
+
+    def mismatch(self, spec: Mapping[str, Any]) -> str:
+        """Refuse engines of another version."""
+        version = self.toolchain().version
+        built = spec["backend_version"]
+        return "" if built == version else f"it was built with TensorRT for RTX {built}, {version} is installed"
 
     def load(self, engine: Path, *, threads: int | None = None) -> Session:  # noqa: ARG002
         """Refuse: this version compiles for TensorRT for RTX and does not run its engines."""

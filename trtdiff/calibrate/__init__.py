@@ -1,0 +1,1 @@
+"""How large every value of a graph gets, seen in the real denoising loop, with observers that are graph nodes."""
