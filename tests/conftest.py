@@ -67,6 +67,8 @@ def _safetensors(path, arrays):
 def _graph(folder, component, arrays, offsets):
     import onnx_ir as ir
 
+    from trtdiff.export.graph import write_graph
+
     text, weights = GRAPHS[component], f"weights/{FOLDERS[component]}.safetensors"
     model = ir.from_onnx_text(f'<ir_version: 11, opset_import: ["": 23]>\n{text}')
     for value in [value for node in model.graph for value in node.inputs]:
@@ -77,7 +79,7 @@ def _graph(folder, component, arrays, offsets):
                 name=value.name, base_dir=folder,
             )  # fmt: skip
             model.graph.register_initializer(value)
-    ir.save(model, folder / f"{component}.onnx")
+    write_graph(model, folder / f"{component}.onnx")
 
 
 def make_export(folder: Path, *, seed: int = 0) -> Path:
@@ -245,7 +247,6 @@ def make_tiny_bundle(checkpoint: Path, folder: Path, dtype: str = "stored") -> P
     from trtdiff.lowering import named
     from trtdiff.plan import make_plan
     from trtdiff.store import Store
-    from trtdiff.types import ShapeProfile
 
     def in_this_process(task, arguments, **_):
         return worker.Outcome(named(task)(**arguments, progress=lambda done, total: None), 0.0, 0)
@@ -256,8 +257,8 @@ def make_tiny_bundle(checkpoint: Path, folder: Path, dtype: str = "stored") -> P
         patch.setattr(worker, "run", in_this_process)
         patch.setattr(schedulers, "compile_samplers", partial(schedulers.compile_samplers, steps=TINY_STEPS))
         plan = make_plan(
-            exported.manifest, name="tiny", precision="fp32", target="cpu", schedulers=TINY_SCHEDULERS,
-            overrides=ShapeProfile.parse("batch=1:1:4,height=32:64:96,width=32:64:96"),
+            exported.manifest, name="tiny", precision="fp32", targets=["cpu"], schedulers=TINY_SCHEDULERS,
+            profile="batch=1:1:4,height=32:64:96,width=32:64:96",
         )  # fmt: skip
         build.build(plan, exported.folder, folder / "engines/tiny", Store(folder / "store"))
     return folder / "engines/tiny"

@@ -18,11 +18,11 @@ SAMPLERS = b"tables"
 def built(tmp_path_factory, export_maker):
     """A bundle of the toy export, built without worker processes and with bytes instead of sampler tables."""
     from trtdiff import worker
-    from trtdiff.build import build, read_export
+    from trtdiff.build import build
+    from trtdiff.export.read import read_export
     from trtdiff.lowering import build_engine
     from trtdiff.plan import make_plan
     from trtdiff.store import Store
-    from trtdiff.types import ShapeProfile
 
     def run(task, arguments, **_):
         if task.endswith("build_engine"):
@@ -37,8 +37,7 @@ def built(tmp_path_factory, export_maker):
         read_export(export),
         name="toy",
         precision="fp32",
-        target="cpu",
-        overrides=ShapeProfile({}),
+        targets=["cpu"],
         schedulers=("ddim",),
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -56,7 +55,7 @@ def bundle(built, tmp_path):
 def test_everything_a_runtime_needs_is_in_it(bundle):
     opened = Bundle.open(bundle)
     manifest = opened.manifest
-    assert (manifest.name, manifest.family, manifest.precision) == ("toy", "stable-diffusion", "fp32")
+    assert (manifest.name, manifest.family, manifest.precision) == ("toy", "stable-diffusion", {"onnxruntime": "fp32"})
     assert manifest.facts.latent.downscale == 8
     assert str(manifest.profile) == "batch=1:1:4,height=32:64:128,width=32:64:128"
     assert manifest.samplers == ("default", "ddim")

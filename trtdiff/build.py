@@ -6,41 +6,23 @@ report = build(…)                           make it; nothing to do is a matter
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import trtdiff
-from trtdiff import worker
 from trtdiff.bundle import BUNDLE_FILE, BUNDLE_SCHEMA, ENGINES_FOLDER, SAMPLERS_FILE, Bundle, BundleManifest
-from trtdiff.digest import file_digest
 from trtdiff.errors import ArtefactError, UsageError
-from trtdiff.estimate import check_disk, check_memory, engine_needs, size
-from trtdiff.export.manifest import EXPORT_FILE, EXPORT_SCHEMA, ExportManifest
+from trtdiff.estimate import check_disk, check_memory, engine_needs, needs_of
+from trtdiff.export.read import check_export
 from trtdiff.files import FileFacts, copy_file, facts_of_file, sync_folder
-from trtdiff.manifest import MANIFEST_FILE, Made, differences
-from trtdiff.plan import BuildPlan, PlannedEngine, PlannedSamplers
-from trtdiff.records import read_record, write_record
+from trtdiff.making import SILENT, Listener, Making, Piece, State
+from trtdiff.manifest import MANIFEST_FILE, differences
+from trtdiff.plan import BuildPlan, Planned, PlannedEngine
+from trtdiff.records import write_record
 from trtdiff.store import Entry, Store
-from trtdiff.types import TensorSpec
 from trtdiff.whole import locked, replaced_folder
-
-Planned: TypeAlias = PlannedEngine | PlannedSamplers
-State: TypeAlias = Literal["fresh", "in store", "to make", "made", "reused"]
-_SAMPLERS_MEMORY = 700 << 20
-"""Resident size of the worker that compiles schedulers with torch and diffusers (measured: 560 MB)."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One engine, or the sampler tables."""
-
-    name: str
-    key: str
-    state: State
-    seconds: float = 0.0
-    peak_memory: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,44 +51,13 @@ class Report:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Listener:
-    """Whom a build tells what it does."""
+def survey_bundle(
+    plan: BuildPlan, export: Path, out: Path, store: Store, *, force: bool = False, fresh: bool = False
+) -> Survey:
+    """Compare a plan with the bundle in place and with the store.
 
-    note: Callable[[str], None] = lambda text: None  # noqa: ARG005
-    stage: Callable[[str], None] = lambda name: None  # noqa: ARG005
-    progress: Callable[[int, int], None] = lambda done, total: None  # noqa: ARG005
-
-
-def read_export(folder: Path, *, fresh: bool = False) -> ExportManifest:
-    """Read an export and check its files against it, by every byte where `fresh`. Raises UsageError, ArtefactError."""
-    file = folder / EXPORT_FILE
-    if not file.is_file():
-        raise UsageError(f"{folder} is not an export: it has no {EXPORT_FILE}", where=str(folder),
-                         hint="make one with: trtdiff export CHECKPOINT")  # fmt: skip
-    export = read_record(file, ExportManifest, schema=EXPORT_SCHEMA)
-    wanted = {export.tokenizers[name]: sha256 for name, sha256 in export.tokenizer_sha256.items()}
-    for component in export.components:
-        wanted |= {component.graph: component.graph_sha256, **component.weights}
-    check_export(folder, wanted, fresh=fresh)
-    return export
-
-
-def check_export(folder: Path, files: Mapping[str, str], *, fresh: bool = False) -> None:
-    """Raise ArtefactError for the first file of an export that is not what its manifest says, by name → sha256."""
-    for name, sha256 in files.items():
-        path = folder / name
-        try:
-            found = file_digest(path, fresh=fresh)
-        except OSError as error:
-            reason = "has no" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror}):"
-            raise ArtefactError(f"the export {reason} {name}", where=str(path), hint="export again") from None
-        if found != sha256:
-            raise ArtefactError(f"{name} was changed after the export", where=str(path), hint="export again")
-
-
-def survey_bundle(plan: BuildPlan, out: Path, store: Store, *, fresh: bool = False) -> Survey:
-    """Compare a plan with the bundle in place and with the store. `fresh` re-reads every byte of the bundle."""
+    `fresh` re-reads every byte of the bundle; `force` will make everything anew.
+    """
     wanted = plan.made_from()
     changes: tuple[tuple[str, Any, Any], ...] = ()
     problem, found = "", {}
@@ -120,17 +71,36 @@ def survey_bundle(plan: BuildPlan, out: Path, store: Store, *, fresh: bool = Fal
             problem = "there is no such bundle yet"
     except ArtefactError as error:
         problem = f"{error.message} ({error.where})"
-    pieces = []
-    for planned in _every(plan):
-        name = _name(planned)
+
+    def state(planned: Planned) -> State:
         # tables lie in a bundle without a manifest: where something changed, they come from the store or are made
         usable = planned is not plan.samplers or not changes or _in_store(store, planned.key)
-        if not problem and usable and found.get(name) == wanted[name]:
-            state: State = "fresh"
-        else:
-            state = "in store" if _in_store(store, planned.key) else "to make"
-        pieces.append(Piece(name, planned.key, state))
-    return Survey(tuple(pieces), changes, problem)
+        same = _at(found, planned.place) == _at(wanted, planned.place)
+        if not force and not problem and usable and same:
+            return "fresh"
+        return "in store" if _in_store(store, planned.key) and not force else "to make"
+
+    every: list[Planned] = [*plan.engines, plan.samplers]
+    states: list[tuple[Planned, State]] = [(planned, state(planned)) for planned in every]
+    if plan.ranges is not None and any(
+        made == "to make" and isinstance(planned, PlannedEngine) and planned.spec.ranges for planned, made in states
+    ):
+        there = _in_store(store, plan.ranges.key) and not force
+        states.insert(0, (plan.ranges, "in store" if there else "to make"))
+    return Survey(tuple(_piece(*pair, export, plan) for pair in states), changes, problem)
+
+
+def _piece(planned: Planned, state: State, export: Path, plan: BuildPlan) -> Piece:
+    backend = planned.spec.backend if isinstance(planned, PlannedEngine) else ""
+    expected = needs_of(planned, export, plan.export) if state == "to make" else None
+    return Piece(planned.place[-1], backend, planned.key, state, expected=expected)
+
+
+def _at(tree: Any, place: tuple[str, ...]) -> Any:
+    """Give what stands in a tree of mappings at a place; None where nothing does."""
+    for name in place:
+        tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree
 
 
 def build(
@@ -142,9 +112,9 @@ def build(
     force: bool = False,
     verify: bool = False,
     timeout: float | None = None,
-    tell: Listener = Listener(),
+    tell: Listener = SILENT,
 ) -> Report:
-    """Make a bundle, or find that it is up to date.
+    """Make a bundle, or find that it is up to date. Pieces are made side by side as far as memory and cores allow.
 
     `force` makes every piece anew; `verify` re-reads every byte of what is there; `timeout` bounds each worker in
     seconds. Raises BuildError, StorageError, ArtefactError, SamplerError.
@@ -156,99 +126,30 @@ def build(
         raise UsageError(f"the store {store.path} lies in the bundle {out}, which is replaced as a whole",
                          where="--store", hint="keep the store outside of the bundle")  # fmt: skip
     with locked(out, tell.note):
-        survey = survey_bundle(plan, out, store, fresh=verify)
+        survey = survey_bundle(plan, export, out, store, force=force, fresh=verify)
         if survey.up_to_date and not force:
             return Report(out, survey, survey.pieces, time.monotonic() - began)
-        _preflight(plan, survey, export, (out, store.path), force=force, tell=tell)
-        entries, pieces = {}, []
-        fresh = {piece.key for piece in survey.pieces if piece.state == "fresh" and not force}
-        for planned in _every(plan):
-            source = Store(out / ENGINES_FOLDER) if planned.key in fresh and planned is not plan.samplers else store
-            again = verify and source is store  # what lies in the bundle was read by the survey
-            entry, piece = _make(planned, export, source, force=force, verify=again, timeout=timeout, tell=tell)
-            entries[piece.name] = entry
-            pieces.append(piece)
-        for name, reason in entries["samplers"].manifest.realised.get("refused", {}).items():
+        _preflight(plan, survey, export, (out, store.path), tell=tell)
+        fresh = {piece.key for piece in survey.pieces if piece.state == "fresh"}
+        bundled = Store(out / ENGINES_FOLDER)
+        making = Making(plan, export, store, force=force, verify=verify, timeout=timeout, tell=tell)
+        made = making.all({piece.key: piece.expected for piece in survey.pieces}, fresh, bundled)
+        for name, reason in made[plan.samplers.place].entry.manifest.realised.get("refused", {}).items():
             tell.note(f"warning: scheduler {name} is left out of the bundle: {reason}")
-        _assemble(plan, entries, export, out)
-    return Report(out, survey, tuple(pieces), time.monotonic() - began)
+        _assemble(plan, {place: done.entry for place, done in made.items()}, export, out)
+    return Report(out, survey, tuple(done.piece for done in made.values()), time.monotonic() - began)
 
 
-# --- pieces ----------------------------------------------------------------------------------------------------------
-
-
-def _make(
-    planned: Planned,
-    export: Path,
-    store: Store,
-    *,
-    force: bool,
-    verify: bool,
-    timeout: float | None,
-    tell: Listener,
-) -> tuple[Entry, Piece]:
-    """Get a piece from the store, or make it in a worker."""
-    name, made = _name(planned), False
-
-    def make(folder: Path) -> Made:
-        nonlocal made
-        made = True
-        tell.stage(name)
-        task, arguments = _task(planned, export, folder)
-        outcome = worker.run(task, arguments, what=name, timeout=timeout, progress=tell.progress)
-        if isinstance(planned, PlannedEngine):
-            component = planned.component
-            check_export(export, {component.graph: component.graph_sha256, **component.weights})
-        inputs, outputs = (
-            tuple(TensorSpec(spec["name"], spec["dtype"], tuple(spec["dims"])) for spec in outcome.value.get(side, ()))
-            for side in ("inputs", "outputs")
-        )
-        return Made(inputs, outputs, outcome.value["realised"], outcome.seconds, outcome.peak_memory)
-
-    def discarding(text: str) -> None:
-        tell.note(f"warning: the stored {name} is damaged and is made again: {text}")
-
-    entry = store.put(planned.spec, make, force=force, fresh=verify, waiting=tell.note, discarding=discarding)
-    if not made:
-        return entry, Piece(name, planned.key, "reused")
-    return entry, Piece(name, planned.key, "made", entry.manifest.seconds, entry.manifest.peak_memory)
-
-
-def _task(planned: Planned, export: Path, folder: Path) -> tuple[str, Mapping[str, Any]]:
-    out = str(folder.absolute())
-    if isinstance(planned, PlannedSamplers):
-        names, optional = list(planned.names), list(planned.optional)
-        config = dict(planned.spec.config)
-        return "trtdiff.lowering:compile_samplers", {"config": config, "names": names, "optional": optional, "out": out}
-    spec = planned.spec
-    return "trtdiff.lowering:build_engine", {
-        "graph": str((export / planned.component.graph).absolute()),
-        "passes": list(planned.passes),
-        "backend": spec.backend,
-        "device": spec.device,
-        "computes_in": spec.recipe["computes_in"],
-        "profile": dict(spec.profile),
-        "options": dict(spec.options),
-        "out": out,
-    }
-
-
-def _preflight(
-    plan: BuildPlan, survey: Survey, export: Path, places: tuple[Path, Path], *, force: bool, tell: Listener
-) -> None:
+def _preflight(plan: BuildPlan, survey: Survey, export: Path, places: tuple[Path, Path], *, tell: Listener) -> None:
     """Refuse what will not fit, before anything is begun; `places` are the bundle's and the store's."""
-    states = {piece.name: piece.state for piece in survey.pieces}
     out, store = places
-    bundled = stored = 0
-    for planned in plan.engines:
-        needs = engine_needs(planned, export)
-        bundled += needs.disk
-        if force or states[planned.name] == "to make":
-            stored += needs.disk
-            tell.note(f"{planned.name}: about {size(needs.memory)} of memory, {size(needs.disk)} of disk")
-            check_memory(planned.name, needs.memory)
-    if force or states[_name(plan.samplers)] == "to make":
-        check_memory("compiling the schedulers", _SAMPLERS_MEMORY)
+    bundled = sum(engine_needs(planned, export).disk for planned in plan.engines)
+    stored = 0
+    for piece in survey.pieces:
+        if piece.expected is not None:
+            tell.note(f"{piece.title}: about {piece.expected}")
+            check_memory(piece.title, piece.expected.memory)
+            stored += piece.expected.disk
     check_disk({out: bundled, store: stored})
 
 
@@ -257,27 +158,19 @@ def _in_store(store: Store, key: str) -> bool:
     return (store.path / key).is_dir()
 
 
-def _every(plan: BuildPlan) -> tuple[Planned, ...]:
-    return (*plan.engines, plan.samplers)
-
-
-def _name(planned: Planned) -> str:
-    return "samplers" if isinstance(planned, PlannedSamplers) else planned.name
-
-
 # --- the bundle ------------------------------------------------------------------------------------------------------
 
 
-def _assemble(plan: BuildPlan, entries: Mapping[str, Entry], export: Path, out: Path) -> None:
+def _assemble(plan: BuildPlan, entries: Mapping[tuple[str, ...], Entry], export: Path, out: Path) -> None:
     """Put copies of all pieces into a new folder and let it take the bundle's place."""
     manifest = plan.export
     manifests: dict[str, FileFacts] = {}
     with replaced_folder(out) as folder:
         for engine in plan.engines:
             place = f"{ENGINES_FOLDER}/{engine.key}"
-            entries[engine.name].copy_to(folder / place)
+            entries[engine.place].copy_to(folder / place)
             manifests[f"{place}/{MANIFEST_FILE}"] = facts_of_file(folder / place / MANIFEST_FILE)
-        tables = entries["samplers"]
+        tables = entries[plan.samplers.place]
         facts = tables.manifest.files[SAMPLERS_FILE]
         copy_file(tables.path / SAMPLERS_FILE, folder / SAMPLERS_FILE, sha256=facts.sha256)
         files = {SAMPLERS_FILE: facts, **manifests}
@@ -300,9 +193,12 @@ def _assemble(plan: BuildPlan, entries: Mapping[str, Entry], export: Path, out: 
                 checkpoint=manifest.checkpoint,
                 facts=manifest.facts,
                 dtype=manifest.dtype,
-                precision=plan.precision,
+                precision={target.backend: target.precision for target in plan.targets},
                 profile=plan.profile,
-                engines={plan.backend: {engine.name: engine.key for engine in plan.engines}},
+                engines={
+                    target.backend: {engine.component.name: engine.key for engine in target.engines}
+                    for target in plan.targets
+                },
                 window=0,
                 samplers=tuple(tables.manifest.realised["samplers"]),
                 tokenizers=tokenizers,

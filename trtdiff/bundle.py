@@ -25,7 +25,7 @@ from trtdiff.manifest import MANIFEST_FILE, Manifest, read_manifest
 from trtdiff.records import read_record
 from trtdiff.types import ShapeProfile
 
-BUNDLE_SCHEMA = 1
+BUNDLE_SCHEMA = 2
 BUNDLE_FILE = "bundle.json"
 ENGINES_FOLDER = "engines"
 SAMPLERS_FILE = "samplers.safetensors"
@@ -44,7 +44,8 @@ class BundleManifest:
     facts: ModelFacts
     dtype: str
     """Type in which the export stored weights: the checkpoint's own (`stored`), or the one that was asked for."""
-    precision: str
+    precision: Mapping[str, str]
+    """Backend → precision of its engines."""
     profile: ShapeProfile
     engines: Mapping[str, Mapping[str, str]]
     """Backend → component → key of its engine."""
@@ -91,6 +92,7 @@ class Bundle:
         keys = [key for engines in manifest.engines.values() for key in engines.values()]
         faults = {
             "engines: there are none": not keys,
+            "precision: not every backend has one": manifest.precision.keys() != manifest.engines.keys(),
             "engines: a key is not 32 hexadecimal digits": not all(re.fullmatch(r"[0-9a-f]{32}", key) for key in keys),
             "samplers: there are none": not manifest.samplers,
             "window: it is negative": manifest.window < 0,

@@ -140,7 +140,7 @@ def _bundle(path: Path) -> Description:
         "family": manifest.family,
         "checkpoint": _origin(manifest.checkpoint),
         "weights": manifest.dtype,
-        "precision": manifest.precision,
+        "precision": ", ".join(f"{precision} ({name})" for name, precision in manifest.precision.items()),
         "profile": str(manifest.profile),
         "latent": f"{manifest.facts.latent.channels} channels, 1/{manifest.facts.latent.downscale} of the pixels",
         "guidance by default": manifest.facts.guidance,

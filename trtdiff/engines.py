@@ -8,10 +8,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
-from trtdiff.backends import Session, Toolchain
+from trtdiff.backends import BACKENDS, Session, Toolchain
 from trtdiff.backends import backend as backend_called
 from trtdiff.bundle import BUNDLE_FILE, Bundle, BundleManifest
-from trtdiff.errors import UsageError
+from trtdiff.errors import ArtefactError, MissingDependency, TrtdiffError, UsageError
 from trtdiff.families import family
 from trtdiff.loop import DenoisingLoop, check_finite
 from trtdiff.machine import usable_cores
@@ -37,6 +37,7 @@ class Engines:
         if not bundle.components(backend):
             raise UsageError(f"the bundle {bundle.manifest.name} has no engines for {backend}", where=str(bundle.path),
                              hint=f"it has them for {', '.join(bundle.manifest.engines) or 'nothing'}")  # fmt: skip
+        _require_runnable(bundle, backend)
         self.bundle = bundle
         self.manifest: BundleManifest = bundle.manifest
         self.digest = hashlib.sha256((bundle.path / BUNDLE_FILE).read_bytes()).hexdigest()
@@ -62,14 +63,24 @@ class Engines:
 
     @classmethod
     def open(cls, path: Path, backend: str | None, threads: int | None) -> Self:
-        """Open a bundle folder with a backend, or with the first that the bundle has engines for."""
+        """Open a bundle folder with a backend, or with the best that it has engines for and this machine can run."""
         if threads is not None and threads < 1:
             raise UsageError(f"{threads} threads cannot compute anything", hint="give 1 or more, or leave it out")
         if threads is not None and threads > (limit := 4 * usable_cores()):
             raise UsageError(f"{threads} threads on {usable_cores()} cores would wait for each other",
                              hint=f"give at most {limit}, or leave it out")  # fmt: skip
         bundle = Bundle.open(path)
-        return cls(bundle, backend or next(iter(bundle.manifest.engines)), threads)
+        return cls(bundle, backend or runnable_backend(bundle), threads)
+
+    @property
+    def backend(self) -> str:
+        """The backend whose engines these are."""
+        return self._compiler.name
+
+    @property
+    def precision(self) -> str:
+        """Precision of these engines."""
+        return self.manifest.precision[self._compiler.name]
 
     @property
     def least_batch(self) -> int:
@@ -118,3 +129,39 @@ class Engines:
         for name, values in encoded.items():
             check_finite(values[:1], f"{name} of the prompt {prompt[:60]!r}")
         return {name: values[0] for name, values in encoded.items()}
+
+
+def runnable_backend(bundle: Bundle) -> str:
+    """Give the best backend that a bundle has engines for and that this machine can run, as BACKENDS orders them.
+
+    Raises MissingDependency, or ArtefactError where it is the engines that do not fit, with the reason of each.
+    """
+    errors: list[TrtdiffError] = []
+    for name in sorted(bundle.manifest.engines, key=lambda name: (*BACKENDS, name).index(name)):
+        try:
+            _require_runnable(bundle, name)
+        except (MissingDependency, ArtefactError, UsageError) as error:
+            errors.append(error)
+        else:
+            return name
+    if len(errors) == 1:
+        raise errors[0]
+    kind = next((type(error) for error in errors if isinstance(error, ArtefactError)), MissingDependency)
+    raise kind("this machine can run none of the bundle's engines:" + "".join(f"\n    {e.message}" for e in errors),
+               where=str(bundle.path), hint="build for this machine with: trtdiff build --target cpu")  # fmt: skip
+
+
+def _require_runnable(bundle: Bundle, name: str) -> None:
+    """Refuse engines that this machine, or the installed library, cannot run; looks at manifests alone."""
+    compiler = backend_called(name)
+    if reason := compiler.runnable():
+        raise MissingDependency(
+            f"engines for {name} do not run here: {reason}", where=str(bundle.path),
+            hint="run another backend's engines (--backend), or build for this machine with: trtdiff build --target cpu"
+        )  # fmt: skip
+    for component in bundle.components(name):
+        if reason := compiler.mismatch(bundle.engine_manifest(name, component).spec):
+            raise ArtefactError(
+                f"the {component} for {name} does not run here: {reason}",
+                where=str(bundle.path / BUNDLE_FILE), hint="build again on this machine, or for it"
+            )  # fmt: skip

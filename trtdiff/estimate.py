@@ -8,8 +8,9 @@ from typing import Any
 
 from trtdiff.backends import backend
 from trtdiff.errors import ArtefactError, BuildError, StorageError
+from trtdiff.export.manifest import ExportManifest
 from trtdiff.machine import available_memory
-from trtdiff.plan import PlannedEngine
+from trtdiff.plan import Planned, PlannedEngine, PlannedSamplers
 
 _LIBRARIES = 180 << 20
 """Resident size of the worker once onnx-ir and a runtime are imported (measured: 140 MB)."""
@@ -19,12 +20,42 @@ _TENSOR_FACTOR = 2.5
 """Of the largest tensor in float32, while it is widened: 2 bytes an element read, 4 computed, 4 written."""
 
 
+_SAMPLERS_MEMORY = 700 << 20
+"""Resident size of the worker that compiles schedulers with torch and diffusers (measured: 560 MB)."""
+_SAMPLERS_SECONDS = 8.0
+"""For one scheduler, of one core (measured: 61 to 72 s for eight)."""
+_START = 3.0
+"""Seconds until the worker has its libraries, and has run passes over a small graph."""
+_LOWERED_PER_SECOND = 400e6
+"""Bytes of weights that are read, converted, hashed and written in a second, on one core."""
+
+
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that the build of one engine takes."""
+    """What the making of one piece takes: bytes, and seconds on a machine of two cores."""
 
     memory: int
     disk: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{size(self.memory)} of memory, {size(self.disk)} of disk, {self.seconds:.0f} s"
+
+
+def needs_of(planned: Planned, export: Path, manifest: ExportManifest) -> Needs:
+    """Estimate what a piece of a bundle takes."""
+    if isinstance(planned, PlannedEngine):
+        return engine_needs(planned, export)
+    if isinstance(planned, PlannedSamplers):
+        count = len(planned.names) + len(planned.optional)
+        return Needs(_SAMPLERS_MEMORY, 0, _SAMPLERS_SECONDS * count)
+    from trtdiff.calibrate.scan import scan_memory, scan_seconds
+
+    weights = {
+        component.name: sum(sum(_tensor_sizes(export / name)) for name in component.weights)
+        for component in manifest.components
+    }
+    return Needs(scan_memory(weights), max(weights.values(), default=0), scan_seconds(weights))
 
 
 def engine_needs(planned: PlannedEngine, export: Path) -> Needs:
@@ -36,7 +67,9 @@ def engine_needs(planned: PlannedEngine, export: Path) -> Needs:
         widened += sum(sizes)
     graph = (export / planned.component.graph).stat().st_size
     memory = _LIBRARIES + _GRAPH_FACTOR * graph + int(_TENSOR_FACTOR * largest)
-    return Needs(memory + backend(planned.spec.backend).memory(widened), graph + widened)
+    compiler = backend(planned.spec.backend)
+    seconds = _START + widened / _LOWERED_PER_SECOND + compiler.seconds(widened)
+    return Needs(memory + compiler.memory(widened), graph + widened, seconds)
 
 
 def check_memory(what: str, needed: int) -> None:

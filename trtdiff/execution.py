@@ -96,7 +96,7 @@ class Execution:
             family=manifest.family,
             checkpoint=manifest.checkpoint,
             dtype=manifest.dtype,
-            precision=manifest.precision,
+            precision=engines.precision,
             backend=engines.toolchain.backend,
             backend_version=engines.toolchain.version,
             device=engines.toolchain.device,
@@ -249,7 +249,7 @@ class Execution:
             "bundle": manifest.name,
             "bundle_digest": self._engines.digest,
             "checkpoint": manifest.checkpoint.name,
-            "precision": manifest.precision,
+            "precision": self._engines.precision,
             "backend": self._engines.toolchain.backend,
             "version": f"trtdiff {__version__}",
         }

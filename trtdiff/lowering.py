@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 
+HALVES = ("float16", "bfloat16")
+"""Types of arithmetic for which parts of a graph may have to stay in float32."""
 PROLOGUES: dict[str, str] = {
     "denoiser": "trtdiff.passes.sampler_prologue:denoiser_prologue",
     "vae_decoder": "trtdiff.passes.sampler_prologue:decoder_prologue",
@@ -37,8 +39,14 @@ def build_engine(
     options: Mapping[str, Any],
     out: str,
     progress: Progress,
+    islands: Mapping[str, str] | None = None,  # noqa: ARG001 - until a pass marks them
+    ranges: str = "",
 ) -> dict[str, Any]:
-    """Lower an exported graph with `passes` and compile it into `out`/engine; its bindings, and what was realised."""
+    """Lower an exported graph with `passes` and compile it into `out`/engine; its bindings, and what was realised.
+
+    In half precision, modules that match a pattern of `islands` (pattern → why) stay in float32, and so does what the
+    file `ranges` says is too large or too small.
+    """
     model = _load(Path(graph))
     for name in passes:
         _apply(name, model, graph)

@@ -47,10 +47,10 @@ class Result:
 
 
 def load(path: str | Path, backend: str | None = None, threads: int | None = None) -> "Pipeline":
-    """Open a bundle and its engines; the backend is the first that the bundle has engines for unless one is named.
+    """Open a bundle and its engines: those of the best backend that this machine can run, unless one is named.
 
-    Raises ArtefactError for what is not a whole bundle, UsageError for a backend that it has no engines for,
-    MissingDependency for a backend that is not installed.
+    Raises ArtefactError for what is not a whole bundle, or whose engines are another version's or device's, UsageError
+    for a backend that it has no engines for, MissingDependency for one that is not installed or cannot run here.
     """
     return Pipeline(Engines.open(Path(path), backend, threads))
 
@@ -67,6 +67,16 @@ class Pipeline:
     def manifest(self) -> BundleManifest:
         """What the bundle says of itself: sizes, schedulers, precision, where it came from."""
         return self._engines.manifest
+
+    @property
+    def backend(self) -> str:
+        """The backend whose engines run."""
+        return self._engines.backend
+
+    @property
+    def precision(self) -> str:
+        """The precision of those engines."""
+        return self._engines.precision
 
     def __call__(
         self,

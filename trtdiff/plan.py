@@ -4,25 +4,31 @@ One path serves all: `--dry-run` prints the plan, an unchanged rebuild ends when
 made from, and a build carries it out.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import trtdiff
 from trtdiff.backends import TARGETS, Backend, target_backend
+from trtdiff.backends.options import NO_OPTIONS, BuilderOptions, flag
 from trtdiff.digest import code_digest
 from trtdiff.errors import MissingDependency, UsageError
 from trtdiff.export.manifest import ExportedComponent, ExportManifest
 from trtdiff.families import family
-from trtdiff.lowering import PROLOGUES
+from trtdiff.lowering import HALVES, PROLOGUES
 from trtdiff.machine import installed
 from trtdiff.manifest import EngineSpec, SamplersSpec, as_json, key_of
+from trtdiff.profiles import resolve
 from trtdiff.recipes import PrecisionRecipe, recipe
 from trtdiff.types import DimRange, ShapeProfile
 
 CONTRACT = ShapeProfile({"window": DimRange(1, 3, 48), "branches": DimRange(1, 2, 2)})
 """Dimensions that the sampler prologue adds: slots of the latent log (samplers look back 16 entries of 3 at most), and
 guidance branches."""
+EXACT = "fp32"
+"""Precision of a target that lacks the one which another target of the bundle is built in."""
+SCANNED = ("float16",)
+"""Types whose range is small enough to be looked at; bfloat16's is float32's."""
 _PROLOGUE_DIMS = {"denoiser": ("window", "branches"), "vae_decoder": ("window",)}
 _LOWERING_LIBRARIES = ("onnx", "onnx-ir", "ml_dtypes", "numpy")
 _SAMPLERS_LIBRARIES = ("diffusers", "torch", "numpy", "scipy")
@@ -30,16 +36,18 @@ _SAMPLERS_LIBRARIES = ("diffusers", "torch", "numpy", "scipy")
 
 @dataclass(frozen=True)
 class PlannedEngine:
-    """One component to compile."""
+    """One component to compile for one backend."""
 
     component: ExportedComponent
     passes: tuple[str, ...]
     spec: EngineSpec
+    options: BuilderOptions = NO_OPTIONS
+    """With those that stand in no key."""
 
     @property
-    def name(self) -> str:
-        """Name of the component."""
-        return self.component.name
+    def place(self) -> tuple[str, ...]:
+        """Where it stands among the pieces of a bundle: backend, component."""
+        return (self.spec.backend, self.component.name)
 
     @property
     def key(self) -> str:
@@ -54,6 +62,7 @@ class PlannedSamplers:
     names: tuple[str, ...]
     optional: tuple[str, ...]
     spec: SamplersSpec
+    place: tuple[str, ...] = ("samplers",)
 
     @property
     def key(self) -> str:
@@ -62,19 +71,52 @@ class PlannedSamplers:
 
 
 @dataclass(frozen=True)
+class PlannedRanges:
+    """A scan of how large values get, which decides what stays in float32."""
+
+    spec: Any
+    place: tuple[str, ...] = ("ranges",)
+
+    @property
+    def key(self) -> str:
+        """Key of the ranges in the store."""
+        return key_of(self.spec)
+
+
+Planned: TypeAlias = PlannedEngine | PlannedSamplers | PlannedRanges
+
+
+@dataclass(frozen=True)
+class PlannedTarget:
+    """All engines for one backend."""
+
+    target: str
+    """As it was asked for: `rtx:sm89`."""
+    backend: str
+    precision: str
+    engines: tuple[PlannedEngine, ...]
+
+
+@dataclass(frozen=True)
 class BuildPlan:
     """A whole bundle."""
 
     export: ExportManifest
     name: str
-    precision: str
-    backend: str
     profile: ShapeProfile
-    engines: tuple[PlannedEngine, ...]
+    targets: tuple[PlannedTarget, ...]
     samplers: PlannedSamplers
+    ranges: PlannedRanges | None = None
+    remarks: tuple[str, ...] = field(default=(), compare=False)
+    """What differs from what was asked for, in words."""
+
+    @property
+    def engines(self) -> tuple[PlannedEngine, ...]:
+        """Every engine, target by target."""
+        return tuple(engine for target in self.targets for engine in target.engines)
 
     def made_from(self) -> dict[str, Any]:
-        """Give everything that determines the bundle, by piece, as JSON-like values."""
+        """Give everything that determines the bundle, by place, as JSON-like values."""
         export = self.export
         own = {
             "trtdiff": trtdiff.__version__,
@@ -83,13 +125,12 @@ class BuildPlan:
             "checkpoint": export.checkpoint,
             "facts": export.facts,
             "dtype": export.dtype,
-            "precision": self.precision,
-            "backend": self.backend,
+            "precision": {target.backend: target.precision for target in self.targets},
             "profile": {name: str(span) for name, span in self.profile.dims.items()},
             "tokenizers": export.tokenizer_sha256,
-            "components": [engine.name for engine in self.engines],
+            "components": [component.name for component in export.components],
         }
-        engines = {engine.name: engine.spec for engine in self.engines}
+        engines = {target.backend: {e.component.name: e.spec for e in target.engines} for target in self.targets}
         whole: dict[str, Any] = as_json({"bundle": own, **engines, "samplers": self.samplers.spec})
         return whole
 
@@ -98,61 +139,177 @@ def make_plan(
     export: ExportManifest,
     *,
     name: str,
-    precision: str,
-    target: str,
-    overrides: ShapeProfile,
+    precision: str | None,
+    targets: Sequence[str],
     schedulers: tuple[str, ...] | None,
+    profile: str = "",
+    options: BuilderOptions = NO_OPTIONS,
+    keep: Sequence[str] = (),
+    range_scan: bool = True,
 ) -> BuildPlan:
-    """Plan a bundle. UsageError: an unknown precision, target, dimension or scheduler. MissingDependency."""
-    chosen = recipe(precision)
-    backend = target_backend(target)
-    _check_precision(chosen.name, target, backend)
-    profile = family(export.family).profile(export.facts).merged(overrides)
-    _check_sizes(profile, export.facts.sizes_multiple_of)
+    """Plan a bundle.
+
+    `precision` None: each target's own; `profile` as `profiles.resolve` reads it. `keep` lists modules that stay in
+    float32, as `COMPONENT:PATTERN`; a pattern alone means the denoiser. UsageError: an unknown precision, target,
+    dimension, scheduler or component, or one that cannot be had together. MissingDependency.
+    """
+    sizes = resolve(profile, family(export.family).profile(export.facts))
+    _check_sizes(sizes, export.facts.sizes_multiple_of)
     tokens = max((facts.limit for facts in export.facts.tokens.values()), default=1)
-    ranges = {**profile.dims, "tokens": DimRange(tokens, tokens, tokens), **CONTRACT.dims}
+    ranges = {**sizes.dims, "tokens": DimRange(tokens, tokens, tokens), **CONTRACT.dims}
+    recipes, remarks = _precisions(precision, targets)
+    taken, more = _options(options, recipes)
+    islands = _islands(export, keep)
+    scanned = range_scan and any(chosen.computes_in in SCANNED for chosen in recipes.values())
+    scan = _ranges(export) if scanned else None
+    planned = []
+    for target, chosen in recipes.items():
+        backend = target_backend(target)
+        measured = scan.key if scan and chosen.computes_in in SCANNED else ""
+        shared = _Shared(target, backend, chosen, ranges, taken[target], measured)
+        half = chosen.computes_in in HALVES
+        engines = tuple(_engine(part, shared, islands[part.name] if half else {}) for part in export.components)
+        planned.append(PlannedTarget(target, backend.name, chosen.name, engines))
+    if keep and not any(chosen.computes_in in HALVES for chosen in recipes.values()):
+        raise UsageError("everything stays in float32 anyway", where="--keep", hint="leave --keep out, or ask for fp16")
     return BuildPlan(
         export=export,
         name=name,
-        precision=precision,
-        backend=backend.name,
-        profile=profile,
-        engines=tuple(_engine(component, chosen, target, ranges) for component in export.components),
+        profile=sizes,
+        targets=tuple(planned),
         samplers=_samplers(export, schedulers),
+        ranges=scan,
+        remarks=(*remarks, *more),
     )
 
 
-def _engine(
-    component: ExportedComponent, chosen: PrecisionRecipe, target: str, ranges: Mapping[str, DimRange]
-) -> PlannedEngine:
-    backend = target_backend(target)
+# --- what was asked for, and of whom ---------------------------------------------------------------------------------
+
+
+def _precisions(asked: str | None, targets: Sequence[str]) -> tuple[dict[str, PrecisionRecipe], list[str]]:
+    """Give every target its recipe, and say where that is not the one that was asked for."""
+    backends = {target: target_backend(target) for target in dict.fromkeys(targets)}
+    if not backends:
+        raise UsageError("no target to build for", where="--target", hint=f"known: {', '.join(TARGETS)}")
+    _check_once(backends)
+    if asked is None:
+        return {target: recipe(backend.precisions[0]) for target, backend in backends.items()}, []
+    chosen = recipe(asked)
+    lacking = [target for target, backend in backends.items() if asked not in backend.precisions]
+    for target in lacking:
+        backend = backends[target]
+        if len(lacking) == len(backends) or EXACT not in backend.precisions:
+            able = [other for other in TARGETS if asked in target_backend(other).precisions]
+            raise UsageError(
+                f"target {target} is not built in {asked}", where="--precision",
+                hint=f"for this target: {', '.join(backend.precisions)}; "
+                f"{asked} is built for: {', '.join(able) or 'no target'}"
+            )  # fmt: skip
+    remarks = [f"target {target} has no {asked}; its engines are {EXACT}" for target in lacking]
+    return {target: recipe(EXACT) if target in lacking else chosen for target in backends}, remarks
+
+
+def _check_once(backends: Mapping[str, Backend]) -> None:
+    """Refuse two targets of one backend: a bundle has one engine of a component for each."""
+    seen: dict[str, str] = {}
+    for target, backend in backends.items():
+        if backend.name in seen:
+            both = f"{seen[backend.name]} and {target}"
+            raise UsageError(
+                f"a bundle holds one set of engines for {backend.name}; {both} are two", where="--target",
+                hint="name all GPUs in one target, as in rtx:sm86,sm89, or build two bundles"
+            )  # fmt: skip
+        seen[backend.name] = target
+
+
+def _options(
+    asked: BuilderOptions, targets: Mapping[str, PrecisionRecipe]
+) -> tuple[dict[str, BuilderOptions], list[str]]:
+    """Give every target the options that it takes; what none takes is an error, what some refuse is said."""
+    refusals = {
+        option: {target: target_backend(target).refusal(option) for target in targets} for option in asked.asked()
+    }
+    remarks = []
+    for option, reasons in refusals.items():
+        why = [f"{target}: {reason}" for target, reason in reasons.items() if reason]
+        if len(why) == len(reasons):
+            raise UsageError(f"{flag(option)} cannot be had: {'; '.join(why)}", where=flag(option), hint="leave it out")
+        remarks += [f"{flag(option)} does not hold for {text}" for text in why]
+    taken = {
+        target: asked.only({option for option, reasons in refusals.items() if not reasons[target]})
+        for target in targets
+    }
+    return taken, remarks
+
+
+def _islands(export: ExportManifest, keep: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Give the module patterns that stay in float32, with reasons, by component: the family's, then the user's."""
+    specs = family(export.family).components(export.configs)
+    found = {spec.name: dict(spec.keep_high) for spec in specs}
+    for item in keep:
+        component, colon, pattern = item.rpartition(":")
+        component = component if colon else "denoiser"
+        if component not in found or not pattern:
+            raise UsageError(
+                f"{item!r} names no modules" if not pattern else f"there is no component {component!r}", where="--keep",
+                hint=f"write COMPONENT:PATTERN, as in denoiser:mid_block.*; components: {', '.join(found)}"
+            )  # fmt: skip
+        found[component][pattern] = "asked for with --keep"
+    return found
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What the engines of one target have in common."""
+
+    target: str
+    backend: Backend
+    recipe: PrecisionRecipe
+    ranges: Mapping[str, DimRange]
+    options: BuilderOptions
+    measured: str
+    """Key of the range scan."""
+
+
+def _engine(component: ExportedComponent, shared: _Shared, islands: Mapping[str, str]) -> PlannedEngine:
+    backend, chosen = shared.backend, shared.recipe
     toolchain = backend.toolchain()
     prologue = PROLOGUES.get(component.name)
     passes = (*chosen.passes, *backend.passes, *([f"{prologue} form={backend.sums}"] if prologue else []))
     symbols = dict.fromkeys(symbol for spec in component.inputs for symbol in spec.symbols)
     dims = [*symbols, *_PROLOGUE_DIMS.get(component.name, ())]
-    if unknown := [dim for dim in dims if dim not in ranges]:
+    if unknown := [dim for dim in dims if dim not in shared.ranges]:
         raise UsageError(f"{component.name} has dimensions without a range: {', '.join(unknown)}", where="export.json",
                          hint="export again with this version")  # fmt: skip
+    code = [*(place.partition(":")[0] for place in passes), type(backend).__module__, "trtdiff.lowering"]
     spec = EngineSpec(
         component=component.name,
         graph=component.graph_sha256,
         weights=component.weights,
-        profile={dim: str(ranges[dim]) for dim in dims},
+        profile={dim: str(shared.ranges[dim]) for dim in dims},
         recipe=chosen.content(),
+        islands=islands,
+        ranges=shared.measured,
         passes=passes,
-        options={},
+        options=shared.options.content(),
         backend=toolchain.backend,
         backend_version=toolchain.version,
         device=toolchain.device,
         device_details=toolchain.details,
         trtdiff=trtdiff.__version__,
-        trtdiff_code=code_digest(
-            [*(place.partition(":")[0] for place in passes), type(backend).__module__, "trtdiff.lowering"]
-        ),
+        trtdiff_code=code_digest(code),
         libraries=installed(_LOWERING_LIBRARIES),
     )
-    return PlannedEngine(component, passes, spec)
+    return PlannedEngine(component, passes, spec, shared.options)
+
+
+def _ranges(export: ExportManifest) -> PlannedRanges:
+    from trtdiff.calibrate.scan import DEFAULTS, ranges_spec
+
+    return PlannedRanges(ranges_spec(export, DEFAULTS))
 
 
 def _samplers(export: ExportManifest, schedulers: tuple[str, ...] | None) -> PlannedSamplers:
@@ -183,14 +340,6 @@ def _samplers(export: ExportManifest, schedulers: tuple[str, ...] | None) -> Pla
     return PlannedSamplers(names, optional, spec)
 
 
-def _check_precision(name: str, target: str, backend: Backend) -> None:
-    if name in backend.precisions:
-        return
-    able = [other for other in TARGETS if name in target_backend(other).precisions]
-    hint = f"for this target: {', '.join(backend.precisions)}; {name} is built for: {', '.join(able) or 'no target'}"
-    raise UsageError(f"target {target} is not built in {name}", where="--precision", hint=hint)
-
-
 def _check_sizes(profile: ShapeProfile, multiple: int) -> None:
     for name in ("height", "width"):
         if name in profile.dims:
@@ -203,8 +352,12 @@ def _check_sizes(profile: ShapeProfile, multiple: int) -> None:
 
 def described(plan: BuildPlan) -> Iterator[str]:
     """Say in words what was chosen."""
-    first = plan.engines[0].spec
-    yield f"precision {plan.precision}: {recipe(plan.precision).summary}"
-    yield f"backend   {first.backend} {first.backend_version}, device {first.device}"
+    for target in plan.targets:
+        spec = target.engines[0].spec
+        words = f"{spec.backend} {spec.backend_version}, device {spec.device}"
+        if spec.options:
+            words += ", " + ", ".join(f"{name} {value}" for name, value in spec.options.items())
+        yield f"target    {target.target}: {words}"
+        yield f"precision {target.precision}: {recipe(target.precision).summary}"
     yield f"profile   {plan.profile}"
     yield f"samplers  {', '.join((*plan.samplers.names, *plan.samplers.optional))}"

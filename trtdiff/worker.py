@@ -11,6 +11,7 @@ interrupted.
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -30,6 +31,8 @@ from trtdiff.errors import BuildError, TrtdiffError
 
 Progress = Callable[[int, int], None]
 LOG_LINES = 12
+_LOOK = 0.25
+"""Seconds between two looks at `stop`; a worker that ends is noticed at once."""
 UNWRITTEN = 74
 """Exit status of a worker that could not write its result."""
 
@@ -51,11 +54,12 @@ def run(
     what: str,
     timeout: float | None = None,
     progress: Progress | None = None,
+    stop: threading.Event | None = None,
 ) -> Outcome:
     """Run `task` ("module:function", called with the JSON-like keyword arguments and `progress`) in a new process.
 
     `what` names the work in errors. A TrtdiffError raised in there is raised here; a crash, a kill, a timeout (in
-    seconds) or any other exception is a BuildError.
+    seconds) or any other exception is a BuildError. Setting `stop`, from another thread, kills it.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="trtdiff-worker-") as scratch:
@@ -67,9 +71,11 @@ def run(
                 stderr=sink, env=_environment(), start_new_session=True, text=True,
             )  # fmt: skip
             try:
-                status = _follow(process, request, timeout, progress)
+                status = _follow(process, request, timeout, progress, stop)
             finally:
                 _kill(process)
+        if status is None and stop is not None and stop.is_set():
+            raise BuildError(f"{what}: interrupted")
         outcome = _outcome(result)
         if status != 0 or not outcome:
             raise BuildError(f"{what}: {_cause(status, timeout)}{_tail(log)}", hint=_advice(status))
@@ -88,7 +94,11 @@ def _outcome(result: Path) -> dict[str, Any]:
 
 
 def _follow(
-    process: "subprocess.Popen[str]", request: str, timeout: float | None, progress: Progress | None
+    process: "subprocess.Popen[str]",
+    request: str,
+    timeout: float | None,
+    progress: Progress | None,
+    stop: threading.Event | None,
 ) -> int | None:
     """Send the request, pass progress on until the worker ends; its exit status, or None when time is up."""
     stdin, stdout = process.stdin, process.stdout
@@ -108,12 +118,15 @@ def _follow(
         stdin.flush()
     except BrokenPipeError:
         pass  # it died at once: its status says more
-    try:
-        status = process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        return None
-    listener.join(5)
-    return status
+    ended = time.monotonic() + (math.inf if timeout is None else timeout)
+    while (left := ended - time.monotonic()) > 0 and not (stop is not None and stop.is_set()):
+        try:
+            status = process.wait(min(left, _LOOK))
+        except subprocess.TimeoutExpired:
+            continue
+        listener.join(5)
+        return status
+    return None
 
 
 def _kill(process: "subprocess.Popen[str]") -> None:

@@ -9,11 +9,14 @@ from trtdiff.errors import MissingDependency, UsageError
 __all__ = ["BACKENDS", "TARGETS", "Backend", "Session", "Toolchain", "backend", "best_target", "target_backend"]
 
 BACKENDS: dict[str, str] = {
+    "tensorrt-rtx": "trtdiff.backends.tensorrt_rtx:TensorRtRtx",
     "onnxruntime": "trtdiff.backends.onnxruntime:OnnxRuntime",
     "rounded": "trtdiff.backends.rounded:Rounded",
-    "tensorrt-rtx": "trtdiff.backends.tensorrt_rtx:TensorRtRtx",
 }
-"""Name → where its class stands; imported on first use, since importing a compiler is slow."""
+"""Name → where its class stands; imported on first use, since importing a compiler is slow.
+
+Of the engines in a bundle, those of the first backend here run that this machine can run.
+"""
 
 TARGETS: dict[str, str] = {
     "cpu": "onnxruntime",
@@ -21,9 +24,6 @@ TARGETS: dict[str, str] = {
     "rounded": "rounded",
 }
 """What an engine is for → the backend that makes it; the word after `--target`. A device may follow: `rtx:sm89`."""
-
-RUNNABLE = ("cpu",)
-"""Targets that this version also runs, best first."""
 
 
 def backend(name: str, device: str = "") -> Backend:
@@ -45,13 +45,13 @@ def target_backend(target: str) -> Backend:
 
 
 def best_target() -> str:
-    """Give the best target that this machine has a backend for. Raises the last MissingDependency."""
-    missing = MissingDependency("no backend is known")
-    for target in RUNNABLE:
-        try:
-            target_backend(target).toolchain()
-        except MissingDependency as error:
-            missing = error
-        else:
+    """Give the first target whose engines this machine can run. Raises MissingDependency with every reason."""
+    reasons = {}
+    for target in TARGETS:
+        reasons[target] = target_backend(target).runnable()
+        if not reasons[target]:
             return target
-    raise missing
+    raise MissingDependency(
+        "this machine can run engines of no target", where="; ".join(f"{name}: {why}" for name, why in reasons.items()),
+        hint="pip install 'trtdiff[cpu]', or name the --target that engines are to be compiled for"
+    )  # fmt: skip

@@ -59,6 +59,9 @@ class BuilderOptions:
         return cls(**{**values, "timing_cache": None if cache is None else Path(cache)})
 
 
+NO_OPTIONS = BuilderOptions()
+
+
 def flag(option: str) -> str:
     """Give the command line's word for a field."""
     return "--" + option.replace("_", "-")

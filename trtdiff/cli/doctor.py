@@ -75,10 +75,11 @@ def _abilities(compiler: tuple[Library, ...]) -> dict[str, str]:
     """Give `yes`, or what is missing, for everything a person may want to do; backends answer for themselves."""
     absent = [item.name for item in compiler if item.found is None]
     tracing = f"{', '.join(absent)} missing; pip install 'trtdiff[compile]'" if absent else ""
-    running = {name: _missing_for(name) for name in BACKENDS}
+    building = {name: _missing_for(name) for name in BACKENDS}
+    running = {name: backend(name).runnable() for name in BACKENDS}
     missing = {"export": tracing}
     for target, name in TARGETS.items():
-        missing[f"build --target {target}"] = "; ".join(filter(None, [tracing, running[name]]))
+        missing[f"build --target {target}"] = "; ".join(filter(None, [tracing, building[name]]))
     missing |= {f"run ({name})": text for name, text in running.items()}
     missing["check"] = "; ".join(
         filter(None, [tracing, "" if "" in running.values() else next(iter(running.values()))])
@@ -87,7 +88,7 @@ def _abilities(compiler: tuple[Library, ...]) -> dict[str, str]:
 
 
 def _missing_for(name: str) -> str:
-    """Say what a backend lacks on this machine; nothing where it would run."""
+    """Say what a backend lacks on this machine to compile; nothing where it would."""
     try:
         backend(name).toolchain()
     except MissingDependency as error:

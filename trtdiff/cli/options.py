@@ -4,6 +4,7 @@ Results go to standard output, so that they can be piped; progress and remarks g
 to a terminal.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -57,3 +58,12 @@ def only_folder(parent: Path, marker: str, *, what: str, make: str) -> Path:
         raise UsageError(f"there is no {what} under {parent}/", hint=f"make one with: {make}")
     listed = ", ".join(str(path) for path in found)
     raise UsageError(f"there are {len(found)} {what}s: {listed}", hint="name the one you mean")
+
+
+def parse_size(text: str, *, where: str) -> int:
+    """Read `4GB`, `512 MiB` or a number of bytes. Raises UsageError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if match is None:
+        raise UsageError(f"{text!r} is not a size", where=where, hint="write 4GB, 512MiB, or a number of bytes")
+    number, prefix, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))

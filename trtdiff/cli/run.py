@@ -39,7 +39,7 @@ PATH = click.Path(path_type=Path)
 @click.option("--strength", type=float, help="How much of the picture to change, 0 to 1.  [default: 0.8]")
 @click.option("--grid", is_flag=True, help="Write a contact sheet too: OUTPUT itself, beside the numbered pictures.")
 @click.option("--batch", type=int, help="Pictures computed at once, at most.  [default: as many as the engines take]")
-@click.option("--backend", metavar="NAME", help="[default: the first that the bundle has engines for]")
+@click.option("--backend", metavar="NAME", help="[default: the best of the bundle's that runs here]")
 @click.option("--threads", type=int, help="[default: the backend's choice]")
 @click.option("--host-loop", is_flag=True, help="Compute the sampler on the host, for debugging. Slower.")
 @json_option
@@ -83,6 +83,8 @@ def run(
     began = time.perf_counter()
     with trtdiff.load(bundle, backend, threads) as pipeline:
         loaded = time.perf_counter() - began
+        if len(pipeline.manifest.engines) > 1 and backend is None:
+            note(f"backend {pipeline.backend}, {pipeline.precision} (the best of the bundle's that runs here)")
         request = make_request(
             pipeline.manifest, prompts, negative=negative or None, steps=steps, guidance=guidance, seed=_seed(seed),
             count=count, height=height, width=width, scheduler=scheduler, image=image or None, strength=strength,

@@ -6,7 +6,7 @@ inside its methods. The *runtime* side turns prompts into arrays with numpy and 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trtdiff.errors import CheckpointError
@@ -80,6 +80,8 @@ class ComponentSpec:
     """
     prefix: str
     """Attribute of the built module that holds the checkpoint's own module."""
+    keep_high: Mapping[str, str] = field(default_factory=dict)
+    """Patterns of module paths that stay in float32 in half precision → why: what is known of this kind of network."""
 
 
 def field_of(configs: Mapping[str, Config], folder: str, name: str, kind: type[T], default: T | None = None) -> T:
