@@ -171,18 +171,6 @@ assert not heavy, heavy
     assert "up to date" in done.stdout
 
 
-def test_an_unchanged_rebuild_takes_less_than_a_second_of_processor(built):
-    import resource
-
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(
-        [sys.executable, "-c", "from trtdiff.cli import main; main(['build'])"], capture_output=True, check=True
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    took = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert took < 1.0  # measured 0.5 s
-
-
 # --- stale -----------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,8 @@ def test_it_reports_the_versions_that_are_imported(capsys):
     libraries = {item["name"]: item["found"] for extra in found["libraries"].values() for item in extra}
     assert libraries["torch"] == torch.__version__
     assert libraries["onnxruntime"] == onnxruntime.__version__
-    assert set(found["can"].values()) == {"yes"}
+    cannot = {verb for verb, answer in found["can"].items() if answer != "yes"}
+    assert cannot <= {"run (tensorrt)", "run (tensorrt-rtx)", "build --target tensorrt"}  # those need a GPU
 
 
 def test_a_missing_library_says_which_extra_to_install(monkeypatch):
