@@ -99,4 +99,4 @@ def test_the_whole_tiny_pipeline_is_compiled_and_says_that_it_needs_a_gpu(
         realised = json.loads((folder / "engines" / key / "manifest.json").read_text())["realised"]
         assert set(realised["arithmetic"]) == {dtype}
     assert run(["run", str(folder), "a cat"]) == MissingDependency.exit_code
-    assert "built with --target cpu" in capsys.readouterr().err
+    assert "build --target cpu" in capsys.readouterr().err
