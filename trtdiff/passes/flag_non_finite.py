@@ -31,10 +31,10 @@ def flag_non_finite(model: "ir.Model") -> tuple[Place, ...]:
 
 
 def _origin(value: "ir.Value") -> Place:
-    """Go back through the casts that round a value; say of a node without a module which one came before it."""
+    """Give the place of a value, or, behind the casts that round it, of what was rounded."""
+    place = place_of(value)
     node = value.producer()
     while node is not None and node.op_type == "Cast" and (before := node.inputs[0]) is not None:
-        if before.producer() is None:
-            break
-        value, node = before, before.producer()
-    return place_of(value)
+        if (node := before.producer()) is not None and place_of(before).module:
+            place = place_of(before)
+    return place
