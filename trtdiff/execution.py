@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from trtdiff import __version__
+from trtdiff.backends.blame import first_non_finite
 from trtdiff.engines import Engines
 from trtdiff.images import pixel_digest, save_png, to_array, to_images
 from trtdiff.latent_log import ENTRY
@@ -136,7 +137,7 @@ class Execution:
             feeds = {"window": finished.window, "coefficients": finished.coefficients}
             decoded = self._engines.session("vae_decoder").run(feeds)
         if not (np.isfinite(decoded["latent"]).all() and np.isfinite(decoded["image"]).all()):
-            self._blame(shots, conditions, decoded)
+            self._blame(shots, conditions, feeds, decoded)
         made = zip(batch, to_images(decoded["image"]), decoded["latent"], strict=False)
         for shot, image, latent in made:
             facts = PictureFacts(
@@ -203,10 +204,11 @@ class Execution:
             session = self._engines.session("vae_encoder")
             with self._stage("vae_encoder"):
                 pixels = to_array(source, self._request.height, self._request.width)
-                out = session.run({"image": np.repeat(pixels[None], self._engines.least_batch, axis=0)})
+                feeds = {"image": np.repeat(pixels[None], self._engines.least_batch, axis=0)}
+                out = session.run(feeds)
             known = self._encoded_sources[id(source)] = (out["mean"][:1], out["std"][:1])
             for values in known:
-                check_finite(values, "the latent of the image to start from")
+                check_finite(values, "the latent of the image to start from", lambda: first_non_finite(session, feeds))
         return known
 
     # --- what stands around it
@@ -224,12 +226,20 @@ class Execution:
         yield
         self._seconds[name].append(time.perf_counter() - began)
 
-    def _blame(self, shots: Sequence[Shot], conditions: Mapping[str, Array], decoded: Mapping[str, Array]) -> None:
+    def _blame(
+        self,
+        shots: Sequence[Shot],
+        conditions: Mapping[str, Array],
+        feeds: Mapping[str, Array],
+        decoded: Mapping[str, Array],
+    ) -> None:
         """Say where the first value was lost: run the same batch again, looking at every prediction."""
+        feeds = {name: array.copy() for name, array in feeds.items()}  # the loop writes into them again
         if self._request.loop == "device":
             self._denoise(shots, conditions, watch=True)
         check_finite(decoded["latent"], "the last latent")
-        check_finite(decoded["image"], "the VAE decoder's picture")
+        decoder = self._engines.session("vae_decoder")
+        check_finite(decoded["image"], "the VAE decoder's picture", lambda: first_non_finite(decoder, feeds))
         raise NonFiniteError(
             "a picture was not finite, and is when it is made again", hint="the engine is not to be trusted"
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trtdiff.backends.base import Session
+from trtdiff.backends.blame import first_non_finite
 from trtdiff.errors import TrtdiffError, UsageError
 from trtdiff.latent_log import ENTRY, LatentLog, slots_for
 from trtdiff.noise import TorchStream
@@ -101,7 +102,8 @@ class DenoisingLoop:
                     self._calls.append(self._bind(number))
                 self._calls[number]()
                 if watch:
-                    check_finite(log.prediction, f"the denoiser's prediction at step {number + 1} of {table.calls}")
+                    what = f"the denoiser's prediction at step {number + 1} of {table.calls}"
+                    check_finite(log.prediction, what, lambda number=number: self._blame(number))  # type: ignore[misc]
                 if draws[number]:
                     log.noise[...] = noises.take()
                 log.advance()
@@ -110,6 +112,11 @@ class DenoisingLoop:
                     after(log.window[-ENTRY])
                 before = time.perf_counter()
         return Finished(log.window, self._rows["coefficients"][table.calls], seconds)
+
+    def _blame(self, number: int) -> str:
+        """Say which layer is to blame for what call `number` gave; the log still stands where that call found it."""
+        rows = {name: values[number] for name, values in self._rows.items()}
+        return first_non_finite(self._session, {"window": self._log.window, **rows, **self._fixed})
 
     def _write_rows(self, table: SamplerTable) -> None:
         """Lay the table out for every call, growing the arrays where it has more calls than any before."""
@@ -163,8 +170,10 @@ def run_on_host(
         began = time.perf_counter()
         window[-1] = model_input
         feeds = {**fixed, "window": window, "timestep": np.full(batch, timestep), "scale": np.ones(batch)}
-        outputs = session.run({spec.name: feeds[spec.name].astype(spec.dtype, copy=False) for spec in session.inputs})
-        check_finite(outputs["prediction"], f"the denoiser's prediction at step {call + 1} of {table.calls}")
+        feeds = {spec.name: feeds[spec.name].astype(spec.dtype, copy=False) for spec in session.inputs}
+        outputs = session.run(feeds)
+        what = f"the denoiser's prediction at step {call + 1} of {table.calls}"
+        check_finite(outputs["prediction"], what, lambda: first_non_finite(session, feeds))
         seconds.append(time.perf_counter() - began)
         if after is not None:
             after()
@@ -185,13 +194,17 @@ def slots_of(engine: int, table: SamplerTable) -> int:
     return engine or needed
 
 
-def check_finite(values: Array, what: str) -> None:
-    """Raise NonFiniteError for NaN or infinity, naming the first picture of a batch [B, …] that has it."""
+def check_finite(values: Array, what: str, blame: Callable[[], str] = lambda: "") -> None:
+    """Raise NonFiniteError for NaN or infinity, naming the first picture of a batch [B, …] that has it.
+
+    `blame` is asked only then; it says where the first such value comes from.
+    """
     if np.isfinite(values).all():
         return
     image = int(np.argmin(np.isfinite(values.reshape(len(values), -1)).all(axis=1)))
     which = f" (picture {image + 1} of {len(values)} in the batch)" if len(values) > 1 else ""
     raise NonFiniteError(
         f"{what} is not finite{which}",
+        where=blame(),
         hint="where the precision is fp16, build with one of a larger range (bf16, or fp32 for this component)",
     )

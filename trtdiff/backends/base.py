@@ -8,10 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from trtdiff.backends.options import BuilderOptions
 from trtdiff.types import Array, ShapeProfile, TensorSpec
+
+if TYPE_CHECKING:
+    from trtdiff.passes.statistics import Place
 
 Progress = Callable[[int, int], None]
 """Called with how much is done, and how much there is."""
@@ -63,6 +66,17 @@ class Session(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close."""
+
+
+@runtime_checkable
+class LooksInside(Protocol):
+    """What a session can do besides, where its engine is a graph that can be changed and run again."""
+
+    def first_non_finite(self, feeds: Mapping[str, Array]) -> "Place | None":
+        """Execute once on another session of the same engine, and give the first value that is not finite.
+
+        None where all are finite. Raises MissingDependency without onnx-ir.
+        """
 
 
 class Backend(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from trtdiff.digest import move
 from trtdiff.errors import ArtefactError, BuildError, MissingDependency, TrtdiffError, UsageError
 from trtdiff.machine import physical_cores
 from trtdiff.types import Array, ShapeProfile, TensorSpec
+
+if TYPE_CHECKING:
+    from trtdiff.passes.statistics import Place
 
 MODEL = "model.onnx"
 ALIGNMENT = 64
@@ -133,13 +136,20 @@ class OnnxRuntime:
         except Exception as error:  # noqa: BLE001 - ONNX Runtime raises its own unrelated classes
             kind, hint = (BuildError, "") if accept_only else (ArtefactError, "build again with --force")
             raise kind(f"ONNX Runtime refuses the engine: {error}", where=str(model), hint=hint) from None
-        return OnnxRuntimeSession(inner, where=f"engine {inner.get_modelmeta().graph_name or engine.parent.name}")
+        where = f"engine {inner.get_modelmeta().graph_name or engine.parent.name}"
+
+        def first_non_finite(feeds: Mapping[str, Array]) -> "Place | None":
+            return _first_non_finite(model, self._options(ort, threads), feeds)
+
+        return OnnxRuntimeSession(inner, where=where, first_non_finite=first_non_finite)
 
 
 class OnnxRuntimeSession:
     """One opened engine."""
 
-    def __init__(self, inner: Any, *, where: str) -> None:
+    def __init__(
+        self, inner: Any, *, where: str, first_non_finite: Callable[[Mapping[str, Array]], "Place | None"]
+    ) -> None:
         from onnxruntime.capi import _pybind_state as binding
 
         self._inner = inner._sess  # noqa: SLF001 - the wrapper around it costs more than the call itself
@@ -148,6 +158,7 @@ class OnnxRuntimeSession:
         self._value: Any = binding.OrtValue.ortvalue_from_numpy
         self._cpu = binding.OrtDevice(binding.OrtDevice.cpu(), binding.OrtDevice.default_memory(), 0)
         self._where = where
+        self._first_non_finite = first_non_finite
         self.inputs: Sequence[TensorSpec] = tuple(map(_spec, inner.get_inputs()))
         self.outputs: Sequence[TensorSpec] = tuple(map(_spec, inner.get_outputs()))
         self._input_names = [spec.name for spec in self.inputs]
@@ -192,6 +203,15 @@ class OnnxRuntimeSession:
 
         return call
 
+    def first_non_finite(self, feeds: Mapping[str, Array]) -> "Place | None":
+        """Run the engine once more, with every value watched; see `LooksInside`. Takes the memory of a second session.
+
+        Values are named as the engine's graph names them; what ONNX Runtime fuses when it opens the graph is computed
+        in its parts where a part is watched.
+        """
+        self._feeds.check(feeds)
+        return self._first_non_finite({name: np.ascontiguousarray(array) for name, array in feeds.items()})
+
     def _failed(self, error: Exception) -> TrtdiffError:
         text = str(error)
         hint = "use a smaller batch or image" if "alloc" in text.lower() else ""
@@ -208,6 +228,25 @@ class OnnxRuntimeSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _first_non_finite(model: Path, options: Any, feeds: Mapping[str, Array]) -> "Place | None":
+    ort = _import()
+    try:
+        import onnx_ir as ir
+    except ImportError:
+        raise MissingDependency("onnx-ir is not installed", hint="pip install 'trtdiff[compile]'") from None
+    from trtdiff.passes.flag_non_finite import flag_non_finite
+    from trtdiff.passes.statistics import STATISTICS, amax
+
+    graph = ir.load(model)
+    places = flag_non_finite(graph)
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(model.parent))
+    options.execution_order = ort.ExecutionOrder.PRIORITY_BASED  # the usual order keeps every value until the end
+    watched = ort.InferenceSession(ir.to_proto(graph).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    (statistics,) = watched.run([STATISTICS], feeds)
+    finite = np.isfinite(amax(statistics))
+    return None if finite.all() else places[int(np.argmin(finite))]
 
 
 def _import() -> Any:

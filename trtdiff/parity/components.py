@@ -5,11 +5,12 @@ the denoiser's ends with the guidance sum; what these must compute is written ou
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from trtdiff.backends import Session
+from trtdiff.backends.blame import first_non_finite
 from trtdiff.errors import ArtefactError
 from trtdiff.families.base import ComponentSpec, ModelFacts
 from trtdiff.parity.compare import ParityResult, compare_tensors
@@ -44,16 +45,22 @@ class Case:
 
 
 def check_component(case: Case, session: Session, reference: Module, tolerance: float) -> list[ParityResult]:
-    """Compare every output of one component at one shape."""
+    """Compare every output of one component at one shape; one that is not finite says in which layer it began."""
     feeds, expected = _case(case, {spec.name for spec in session.inputs}, reference)
     got = session.run(feeds)
     if missing := sorted(set(expected) - set(got)):
         raise ArtefactError(
             f"the engine of {case.spec.name} has no output {', '.join(missing)}", hint="build the bundle again"
         )
-    return [
+    broken = {name for name in expected if not np.isfinite(got[name]).all()}
+    origin = first_non_finite(session, feeds) if broken else ""
+    results = [
         compare_tensors(f"{case.spec.name}.{name}", case.at, got[name], expected[name], tolerance)
         for name in sorted(expected)
+    ]
+    return [
+        replace(result, problem=f"{result.problem}; {origin}") if name in broken else result
+        for name, result in zip(sorted(expected), results, strict=True)
     ]
 
 

@@ -1,5 +1,6 @@
 """Whole runs: the compiled loop against the diffusers pipeline itself, from the same seeds, step by step."""
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -7,6 +8,7 @@ from PIL import Image
 
 from trtdiff.engines import Engines
 from trtdiff.execution import Execution
+from trtdiff.loop import NonFiniteError
 from trtdiff.parity.compare import ParityResult, compare_pictures, compare_trajectories
 from trtdiff.parity.reference import PictureRequest, Pictures, Reference
 from trtdiff.request import Request, make_request
@@ -20,12 +22,23 @@ def check_pictures(
     tolerance: Tolerance,
     image: Image.Image | None = None,
 ) -> Iterator[ParityResult]:
-    """Compare the latents after every step and the 8-bit pictures; with an image, of image-to-image."""
+    """Compare the latents after every step and the 8-bit pictures; with an image, of image-to-image.
+
+    Engines that give a value that is not finite fail both comparisons, and the results say in which layer it began.
+    """
     kind = "text to image" if image is None else "image to image"
     at = f"{len(request.prompts)} of {request.height}x{request.width}"
-    ours, theirs = compiled_pictures(engines, request, image), reference.pictures(request, image)
-    yield compare_trajectories(f"{kind}.latents", at, ours.latents, theirs.latents, tolerance.relative_l2)
-    yield compare_pictures(f"{kind}.picture", at, ours.pixels, theirs.pixels, tolerance.levels)
+    latents, picture = f"{kind}.latents", f"{kind}.picture"
+    try:
+        ours = compiled_pictures(engines, request, image)
+    except NonFiniteError as error:
+        problem = "; ".join(filter(None, (error.message, error.where)))
+        yield ParityResult(latents, at, "relative L2", math.inf, tolerance.relative_l2, "", problem)
+        yield ParityResult(picture, at, "levels", math.inf, tolerance.levels, "", problem)
+        return
+    theirs = reference.pictures(request, image)
+    yield compare_trajectories(latents, at, ours.latents, theirs.latents, tolerance.relative_l2)
+    yield compare_pictures(picture, at, ours.pixels, theirs.pixels, tolerance.levels)
 
 
 def compiled_pictures(engines: Engines, request: PictureRequest, image: Image.Image | None = None) -> Pictures:

@@ -1,0 +1,18 @@
+"""Where a result that is not finite comes from, in words."""
+
+from collections.abc import Mapping
+
+from trtdiff.backends.base import LooksInside, Session
+from trtdiff.errors import MissingDependency
+from trtdiff.types import Array
+
+
+def first_non_finite(session: Session, feeds: Mapping[str, Array]) -> str:
+    """Say in which layer the first value that is not finite comes up with these feeds, or why that is not known."""
+    if not isinstance(session, LooksInside):
+        return "this backend cannot say in which layer first"
+    try:
+        place = session.first_non_finite(feeds)
+    except MissingDependency as error:
+        return f"in which layer first is not known: {error.message} ({error.hint})"
+    return "in no layer when it is run again" if place is None else f"first in {place}"
