@@ -29,7 +29,9 @@ def engine(tmp_path_factory):
 
     scratch, out = tmp_path_factory.mktemp("scratch"), tmp_path_factory.mktemp("engine")
     onnx.save(onnx.parser.parse_model(GRAPH), scratch / "graph.onnx")
-    realised = backend("onnxruntime").build(scratch / "graph.onnx", ShapeProfile({}), BuilderOptions(), out, lambda done, total: None)
+    realised = backend("onnxruntime").build(
+        scratch / "graph.onnx", ShapeProfile({}), BuilderOptions(), out, lambda done, total: None
+    )
     assert realised["inputs"][1] == "coefficients: float32[window, batch]"
     assert list(scratch.iterdir()) == []
     return out

@@ -32,7 +32,9 @@ def graph(folder, text):
 def build(tmp_path, text, device="sm89"):
     out = tmp_path / "engine"
     out.mkdir()
-    return out, backend("tensorrt-rtx", device).build(graph(tmp_path / "in", text), SIZES, BuilderOptions(), out, lambda done, total: None)
+    return out, backend("tensorrt-rtx", device).build(
+        graph(tmp_path / "in", text), SIZES, BuilderOptions(), out, lambda done, total: None
+    )
 
 
 def test_an_engine_and_the_types_that_it_realised(tmp_path):
