@@ -69,6 +69,8 @@ def result_types(node: "ir.Node", opsets: Mapping[str, int]) -> "list[ir.DataTyp
         formal = found.output(place)
         only = next(iter(formal.allowed)) if len(formal.allowed) == 1 else None
         types.append(bound.get(formal.parameter) or only or _by_attribute(node))
+    if node.op_type in {"RandomNormalLike", "RandomUniformLike", "Bernoulli", "EyeLike"} and node.inputs[0] is not None:
+        types[0] = types[0] or node.inputs[0].dtype
     if node.op_type == "DequantizeLinear" and types[0] is None and node.inputs[1] is not None:
         types[0] = node.inputs[1].dtype  # "if neither is given, that of x_scale", from opset 23
     return types
