@@ -6,12 +6,14 @@ These functions take and return JSON-like values, since `trtdiff.worker` carries
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from trtdiff.backends import backend as backend_named
 from trtdiff.backends.options import BuilderOptions
-from trtdiff.errors import BuildError, MissingDependency, TrtdiffError
+from trtdiff.errors import BuildError, MissingDependency, TrtdiffError, UsageError
 from trtdiff.lowered import write_graph
+from trtdiff.passes.half_types import Half
 from trtdiff.types import DimRange, ShapeProfile
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 
-HALVES = ("float16", "bfloat16")
+HALVES: tuple[Half, ...] = ("float16", "bfloat16")
 """Types of arithmetic for which parts of a graph may have to stay in float32."""
 PROLOGUES: dict[str, str] = {
     "denoiser": "trtdiff.passes.sampler_prologue:denoiser_prologue",
@@ -39,29 +41,30 @@ def build_engine(
     options: Mapping[str, Any],
     out: str,
     progress: Progress,
-    islands: Mapping[str, str] | None = None,  # noqa: ARG001 - until a pass marks them
+    islands: Mapping[str, str] = MappingProxyType({}),
     ranges: str = "",
 ) -> dict[str, Any]:
     """Lower an exported graph with `passes` and compile it into `out`/engine; its bindings, and what was realised.
 
-    In half precision, modules that match a pattern of `islands` (pattern → why) stay in float32, and so does what the
-    file `ranges` says is too large or too small.
+    A half precision's float32 islands are `islands` (module pattern → reason), what the file `ranges` shows, and what
+    `mark_islands` keeps in any case; the result has them as `realised["islands"]`.
     """
     model = _load(Path(graph))
+    kept = _mark_islands(model, Path(graph), computes_in, islands, ranges)
     for name in passes:
         _apply(name, model, graph)
     scratch, engine = Path(out, "lowered"), Path(out, "engine")
     scratch.mkdir()
     engine.mkdir()
     written = write_graph(model, scratch, progress=progress)
-    ranges = ShapeProfile({name: DimRange.parse(span) for name, span in profile.items()})
-    realised = backend_named(backend, device).build(written, ranges, BuilderOptions.of(options), engine, progress)
+    sizes = ShapeProfile({name: DimRange.parse(span) for name, span in profile.items()})
+    realised = backend_named(backend, device).build(written, sizes, BuilderOptions.of(options), engine, progress)
     _require_precision(realised, computes_in, graph)
     for leftover in scratch.iterdir():
         leftover.unlink()
     scratch.rmdir()
     inputs, outputs = ([_spec(value) for value in values] for values in (model.graph.inputs, model.graph.outputs))
-    return {"inputs": inputs, "outputs": outputs, "realised": dict(realised)}
+    return {"inputs": inputs, "outputs": outputs, "realised": {**realised, **kept}}
 
 
 def compile_samplers(
@@ -103,18 +106,47 @@ def _load(graph: Path) -> "ir.Model":
         raise BuildError(f"the graph cannot be read: {error}", where=str(graph), hint="export again") from error
 
 
+def _mark_islands(
+    model: "ir.Model", graph: Path, computes_in: str, islands: Mapping[str, str], ranges: str
+) -> dict[str, dict[str, str]]:
+    """Mark what stays in float32 where the graph goes to 16 bits; `{"islands": …}`, or nothing in other precisions."""
+    if computes_in not in HALVES:
+        if islands or ranges:
+            raise UsageError(f"{computes_in} has no float32 islands", where=str(graph),
+                             hint="leave them out, or build in fp16 or bf16")  # fmt: skip
+        return {}
+    from trtdiff.calibrate.ranges import read_ranges
+    from trtdiff.passes.mark_islands import mark_islands
+
+    measured = read_ranges(Path(ranges)).components if ranges else {}
+    if ranges and graph.stem not in measured:
+        raise BuildError(f"no ranges of {graph.stem} were scanned, only of {', '.join(measured)}", where=ranges,
+                         hint="scan this export again")  # fmt: skip
+    half: Half = "float16" if computes_in == "float16" else "bfloat16"
+    found = mark_islands(model, dtype=half, patterns=islands, ranges=measured.get(graph.stem, {}))
+    return {"islands": found}
+
+
 def _apply(name: str, model: "ir.Model", graph: str) -> None:
-    """Run one pass; whatever it raises says which pass and which graph."""
+    """Run one pass and check the graph that it leaves; whatever is raised says which pass and which graph."""
+    from trtdiff.passes.check_graph import check_graph
+
     place, *options = name.split()
+    word = place.partition(":")[2]
     try:
         named(place)(model, **dict(option.split("=", 1) for option in options))
     except (TrtdiffError, MemoryError, OSError):
         raise
     except Exception as error:
         raise BuildError(
-            f"the pass {place.partition(':')[2]} failed: {type(error).__name__}: {error}", where=graph,
+            f"the pass {word} failed: {type(error).__name__}: {error}", where=graph,
             hint="please report it with the graph; an export of this version should never do that"
         ) from error  # fmt: skip
+    try:
+        check_graph(model)
+    except BuildError as error:
+        raise BuildError(f"after the pass {word}, {error.message}", where=f"{graph}; {error.where}",
+                         hint=error.hint) from None  # fmt: skip
 
 
 def _require_precision(realised: Mapping[str, Any], wanted: str, graph: str) -> None:

@@ -285,6 +285,8 @@ def _engine(component: ExportedComponent, shared: _Shared, islands: Mapping[str,
         raise UsageError(f"{component.name} has dimensions without a range: {', '.join(unknown)}", where="export.json",
                          hint="export again with this version")  # fmt: skip
     code = [*(place.partition(":")[0] for place in passes), type(backend).__module__, "trtdiff.lowering"]
+    if chosen.computes_in in HALVES:
+        code.append("trtdiff.passes.mark_islands")
     spec = EngineSpec(
         component=component.name,
         graph=component.graph_sha256,

@@ -6,6 +6,7 @@ import pytest
 
 from trtdiff.lowered import write_graph
 from trtdiff.passes.half_precision import half_precision
+from trtdiff.passes.mark_islands import mark_islands
 from trtdiff.passes.round_values import round_values
 
 ir = pytest.importorskip("onnx_ir")
@@ -13,7 +14,7 @@ HALF = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 WEIGHT = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
 
 
-def run(folder, body, feeds, *, dtype="float16", keep="", rounding=True):
+def run(folder, body, feeds, *, dtype="float16", keep=(), rounding=True):
     import onnxruntime as ort
 
     inputs = ", ".join(f"float[{', '.join(map(str, array.shape))}] {name}" for name, array in feeds.items())
@@ -23,7 +24,8 @@ def run(folder, body, feeds, *, dtype="float16", keep="", rounding=True):
     for node in model.graph:
         node.outputs[0].dtype = ir.DataType.FLOAT
         node.metadata_props["module"] = node.outputs[0].name
-    half_precision(model, dtype=dtype, keep=keep)
+    mark_islands(model, dtype=dtype, patterns=dict.fromkeys(keep, ""), ranges={})
+    half_precision(model, dtype=dtype)
     if rounding:
         round_values(model)
     folder.mkdir(exist_ok=True)
@@ -52,7 +54,7 @@ def test_an_overflow_between_two_nodes_shows(tmp_path):
     x = np.full((1, 4), 300, np.float32)
     body = "big = Mul (x, x)  y = Sqrt (big)"
     assert np.isinf(run(tmp_path / "a", body, {"x": x})).all()  # 90,000 is beyond 65,504
-    np.testing.assert_array_equal(run(tmp_path / "b", body, {"x": x}, keep="big,y"), x)
+    np.testing.assert_array_equal(run(tmp_path / "b", body, {"x": x}, keep=("big", "y")), x)
     np.testing.assert_allclose(run(tmp_path / "c", body, {"x": x}, dtype="bfloat16"), x, rtol=2**-7)
 
 

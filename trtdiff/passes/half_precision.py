@@ -1,56 +1,51 @@
-"""Compute in float16 or bfloat16, with islands that stay in float32.
+"""Compute in float16 or bfloat16, but for the nodes that are marked to stay in float32.
 
-Every node is either in half precision or in an island. Where a value crosses, one `Cast` is written for all its readers
-on that side, so islands that touch are one island, and no value goes down and up again. The graph's own inputs and
-outputs keep their types: whoever binds it need not know.
+Every node is either in half precision or in an island, which `mark_islands` wrote down. Where a value crosses, one
+`Cast` is written for all its readers on that side, so islands that touch are one island, and no value goes down and up
+again. The graph's own inputs and outputs keep their types: whoever binds it need not know.
 
 A weight that the checkpoint stores in the wanted type is read as it lies there; any other is converted when it is
-written, one tensor at a time.
+written, one tensor at a time. Islands read weights in float32.
 """
 
 from collections.abc import Collection, Iterator
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trtdiff.errors import BuildError
 from trtdiff.export.graph import MODULE
 from trtdiff.passes.derived import derived_weight, forget_if_unused
+from trtdiff.passes.half_types import KEEP, LIMITS, Half
+from trtdiff.passes.mark_islands import stored_weight
+from trtdiff.passes.schemas import describe, signature
 from trtdiff.types import Array
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-Half: TypeAlias = Literal["float16", "bfloat16"]
-LARGEST = {"float16": 65504.0, "bfloat16": 3.39e38}
 
-
-def half_precision(model: "ir.Model", *, dtype: Half = "float16", keep: str = "") -> None:
-    """Turn a float32 graph into a strongly typed one of `dtype`.
-
-    `keep` lists patterns of module paths (`time_embedding*,mid_block.*`) that stay in float32. So do sines and cosines
-    with all that leads to them: a timestep of 981 and a half is no number of these types.
+def half_precision(model: "ir.Model", *, dtype: Half = "float16") -> None:
+    """Turn a float32 graph into a strongly typed one of `dtype`; nodes with the metadata `keep` stay in float32.
 
     Requires a graph in which every value of a float type is float32, weights through one `Cast`. Ensures the same
     inputs and outputs, and that every node has inputs of one type where its operator wants them equal. Raises
-    BuildError for a weight or constant beyond the type's range, and for a `keep` that no module matches.
+    BuildError for a weight or constant beyond the type's range.
     """
-    _Typing(model, dtype, [pattern for pattern in keep.split(",") if pattern]).run()
+    _Typing(model, dtype).run()
 
 
 class _Typing:
     """One graph on its way to two types."""
 
-    def __init__(self, model: "ir.Model", dtype: Half, keep: list[str]) -> None:
+    def __init__(self, model: "ir.Model", dtype: Half) -> None:
         import onnx_ir as ir
 
         self._graph = model.graph
         self._dtype = dtype
         self._half = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}[dtype]
         self._full = ir.DataType.FLOAT
-        self._opset = model.opset_imports.get("", 23)
-        self._keep = keep
+        self._opsets = model.opset_imports
         self._outputs = set(self._graph.outputs)
         self._narrow: dict[ir.Value, ir.Value] = {}
         """A float32 value → the same in half precision."""
@@ -60,43 +55,15 @@ class _Typing:
     def run(self) -> None:
         weights = [value for value in self._graph.initializers.values() if value.const_value is not None]
         nodes = list(self._graph)
-        islands = self._islands(nodes)
         for node in nodes:
-            if node in islands:
+            if stored_weight(node):
+                continue
+            if KEEP in node.metadata_props:
                 self._feed(node, range(len(node.inputs)), wide=True)
-            elif not self._is_stored_weight(node):
+            else:
                 self._halve(node)
         self._restore_outputs()
         self._clean(nodes, weights)
-
-    # --- which nodes stay
-
-    def _islands(self, nodes: "list[ir.Node]") -> "set[ir.Node]":
-        """Nodes of the kept modules, and what sines and cosines are computed from."""
-        kept = set()
-        unmatched = set(self._keep)
-        for node in nodes:
-            module = node.metadata_props.get(MODULE, "")
-            matching = [pattern for pattern in self._keep if fnmatchcase(module, pattern)]
-            unmatched -= set(matching)
-            if matching:
-                kept.add(node)
-        if unmatched:
-            raise BuildError(
-                f"no module matches {', '.join(sorted(unmatched))}", where=f"graph {self._graph.name}",
-                hint="name modules as `trtdiff inspect` lists them for the graph; * stands for any part"
-            )  # fmt: skip
-        waiting = [node for node in nodes if node.op_type in {"Sin", "Cos"}]
-        while waiting:
-            node = waiting.pop()
-            kept.add(node)
-            before = [value.producer() for value in node.inputs if value is not None and value.dtype == self._full]
-            waiting += [found for found in before if found is not None and found not in kept]
-        return {node for node in kept if not self._is_stored_weight(node)}
-
-    def _is_stored_weight(self, node: "ir.Node") -> bool:
-        """Whether a node only widens a weight: it goes with its last reader in float32."""
-        return node.op_type == "Cast" and node.inputs[0] is not None and node.inputs[0].is_initializer()
 
     # --- one node
 
@@ -127,20 +94,13 @@ class _Typing:
 
     def _allowed(self, node: "ir.Node") -> Iterator[bool]:
         """Whether each input, then each output, may be half as the operator's definition has it."""
-        import onnx
-
-        try:
-            schema = onnx.defs.get_schema(node.op_type, self._opset, node.domain)
-        except onnx.defs.SchemaError:
+        found = signature(node, self._opsets)
+        if found is None:
             raise BuildError(
-                f"operator {node.domain or 'ai.onnx'}::{node.op_type} is not defined", where=f"node {node.name}"
-            ) from None
-        wanted = f"tensor({self._dtype})"
-        types = {entry.type_param_str: entry.allowed_type_strs for entry in schema.type_constraints}
-        for values, formal in ((node.inputs, schema.inputs), (node.outputs, schema.outputs)):
-            for place in range(len(values)):
-                kind = formal[min(place, len(formal) - 1)].type_str  # the last may be variadic
-                yield wanted in types.get(kind, [kind])
+                f"operator {node.domain or 'ai.onnx'}::{node.op_type} is not defined", where=describe(node)
+            )
+        yield from (self._half in found.input(place).allowed for place in range(len(node.inputs)))
+        yield from (self._half in found.output(place).allowed for place in range(len(node.outputs)))
 
     def _feed(self, node: "ir.Node", places: Collection[int], *, wide: bool) -> None:
         """Let a node read these inputs in float32, or in half precision."""
@@ -165,7 +125,7 @@ class _Typing:
             producer = value.producer()
             if value.is_initializer():
                 self._narrow[value] = self._converted(value, value)
-            elif producer is not None and self._is_stored_weight(producer) and producer.inputs[0] is not None:
+            elif producer is not None and stored_weight(producer) and producer.inputs[0] is not None:
                 self._narrow[value] = self._converted(producer.inputs[0], value)
             else:
                 self._narrow[value] = self._cast(value, self._half, self._dtype)
@@ -180,7 +140,7 @@ class _Typing:
         made.name, made.shape, made.type = f"{value.name}/{suffix}", value.shape, ir.TensorType(to)
         producer = value.producer()
         if producer is not None:
-            node.metadata_props.update(producer.metadata_props)
+            node.metadata_props[MODULE] = producer.metadata_props.get(MODULE, "")
             self._graph.insert_after(producer, node)
         elif len(self._graph):
             self._graph.insert_before(self._graph[0], node)
@@ -215,9 +175,10 @@ class _Typing:
         single = array.astype(np.float32)
         finite = np.abs(single[np.isfinite(single)])
         largest = float(finite.max(initial=0))
-        if largest > LARGEST[self._dtype]:
+        end = LIMITS[self._dtype].largest
+        if largest > end:
             raise BuildError(
-                f"a weight reaches {largest:.3g}, {self._dtype} ends at {LARGEST[self._dtype]:.3g}",
+                f"a weight reaches {largest:.3g}, {self._dtype} ends at {end:.3g}",
                 where=f"weight {where}", hint="build with --precision bf16 or fp32, or keep its module in float32"
             )  # fmt: skip
         rounded: Array = single.astype(self._half.numpy())
@@ -237,7 +198,7 @@ class _Typing:
     def _clean(self, nodes: "list[ir.Node]", weights: "list[ir.Value]") -> None:
         """Remove what nobody reads any more: widenings of weights, and weights that were converted."""
         for node in nodes:
-            if self._is_stored_weight(node) and not node.outputs[0].uses() and node.outputs[0] not in self._outputs:
+            if stored_weight(node) and not node.outputs[0].uses() and node.outputs[0] not in self._outputs:
                 self._graph.remove(node, safe=True)
         for value in weights:
             forget_if_unused(value)

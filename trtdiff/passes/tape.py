@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trtdiff.passes.schemas import result_types
 from trtdiff.types import Array
 
 if TYPE_CHECKING:
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Tape:
-    """Collects nodes; `put_first`, `put_last` or `put_before` inserts them."""
+    """Collects nodes; `put_first`, `put_last` or `put_before` inserts them, and types what they make."""
 
     def __init__(self) -> None:
         self._nodes: list[ir.Node] = []
@@ -49,13 +50,27 @@ class Tape:
             graph.insert_before(graph[0], self._nodes)
         else:
             graph.extend(self._nodes)
+        self._type(graph)
 
     def put_last(self, graph: "ir.Graph") -> None:
         """Insert behind everything."""
         graph.extend(self._nodes)
+        self._type(graph)
 
     def put_before(self, node: "ir.Node") -> None:
         """Insert in front of a node."""
-        if node.graph is None:
-            raise ValueError("the node is in no graph")
+        import onnx_ir as ir
+
+        if not isinstance(node.graph, ir.Graph):
+            raise TypeError("the node is in no graph")
         node.graph.insert_before(node, self._nodes)
+        self._type(node.graph)
+
+    def _type(self, graph: "ir.Graph") -> None:
+        """Type new values; one of an operator that ONNX does not define has the type of its first input."""
+        for node in self._nodes:
+            for value, dtype in zip(node.outputs, result_types(node, graph.opset_imports), strict=True):
+                first = node.inputs[0] if node.domain and node.inputs else None
+                known = dtype if first is None else first.dtype
+                if value.dtype is None and known is not None:
+                    value.dtype = known

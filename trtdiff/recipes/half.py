@@ -10,18 +10,19 @@ from trtdiff.recipes.base import PrecisionRecipe
 from trtdiff.types import Tolerance
 
 _HALF = "trtdiff.passes.half_precision:half_precision"
+_LEGAL = "trtdiff.passes.legalise_types:legalise_types"
 
 FP16 = PrecisionRecipe(
     name="fp16",
-    summary="float16 weights and arithmetic; float32 where the timestep becomes waves",
+    summary="float16 weights and arithmetic; float32 for the timestep's waves and what float16 cannot hold",
     computes_in="float16",
-    passes=(f"{_HALF} dtype=float16",),
+    passes=(f"{_HALF} dtype=float16", _LEGAL),
     tolerance=Tolerance(relative_l2=1.5e-2, levels=4),
 )
 BF16 = PrecisionRecipe(
     name="bf16",
-    summary="bfloat16 weights and arithmetic; float32 where the timestep becomes waves",
+    summary="bfloat16 weights and arithmetic; float32 for the timestep's waves",
     computes_in="bfloat16",
-    passes=(f"{_HALF} dtype=bfloat16",),
+    passes=(f"{_HALF} dtype=bfloat16", _LEGAL),
     tolerance=Tolerance(relative_l2=1.2e-1, levels=60),
 )
