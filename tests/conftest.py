@@ -71,6 +71,9 @@ def _graph(folder, component, arrays, offsets):
 
     text, weights = GRAPHS[component], f"weights/{FOLDERS[component]}.safetensors"
     model = ir.from_onnx_text(f'<ir_version: 11, opset_import: ["": 23]>\n{text}')
+    for node in model.graph:
+        if node.op_type == "Div":
+            node.metadata_props["module"] = "time_proj"
     for value in [value for node in model.graph for value in node.inputs]:
         if value.name in arrays:
             array = arrays[value.name]

@@ -74,6 +74,13 @@ def test_a_bundle_has_engines_of_both_and_says_which_precision_each_has(first, b
     assert "up to date" in call(*BOTH).stdout
 
 
+def test_what_the_family_knows_stays_in_float32(both):
+    made = both.engine_manifest("tensorrt-rtx", "denoiser")
+    assert "float32" in made.spec["islands"]["time_proj"]
+    assert "1 node" in made.realised["islands"]["time_proj"]
+    assert both.engine_manifest("onnxruntime", "denoiser").spec["islands"] == {}
+
+
 def test_leaving_a_target_out_keeps_the_other_s_engines(both):
     said = call("--target", "cpu")
     assert "stale: tensorrt-rtx" in said.stdout

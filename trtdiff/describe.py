@@ -157,7 +157,7 @@ def _engine(path: Path) -> Description:
         "key": made.key,
         **{name: value for name, value in made.spec.items() if not isinstance(value, dict | list)},
         "built in": f"{made.seconds:.1f} s, {_size(made.peak_memory)} at the peak",
-        "realised": dict(made.realised),
+        "realised": {name: value for name, value in made.realised.items() if name != "islands"},
     }
     files = tuple((name, _size(file.size), file.sha256[:12]) for name, file in made.files.items())
     bindings = tuple((left, right) for left, right in _pairs(made.inputs, made.outputs))
@@ -166,9 +166,11 @@ def _engine(path: Path) -> Description:
         for name, value in made.spec.items()
         if isinstance(value, dict | list)
     )
+    islands = tuple((str(name), str(why)) for name, why in dict(made.realised.get("islands", {})).items())
     tables = (
         Table("files", ("file", "size", "sha256"), files),
         Table("bindings", ("inputs", "outputs"), bindings),
+        *([Table("kept in float32", ("where", "why"), islands)] if islands else []),
         Table("made from", ("field", "value"), parts),
     )
     return Description("store entry", str(path), facts, tables)
