@@ -92,7 +92,7 @@ class StableDiffusion(ModelFamily):
                 outputs=(TensorSpec("prediction", "float32", latents),),
                 build=_denoiser,
                 prefix="unet",
-                keep_high={"time_proj": "diffusers computes the waves of a timestep in float32, whatever the UNet's type"},
+                keep_high={"time_proj": "diffusers computes a timestep's waves in float32, whatever the type"},
             ),
             ComponentSpec(
                 name="vae_decoder",
