@@ -74,7 +74,31 @@ class SamplersSpec:
     key_schema: int = KEY_SCHEMA_VERSION
 
 
-Spec = EngineSpec | SamplersSpec
+@dataclass(frozen=True)
+class RangesSpec:
+    """Everything that determines a range scan; how many threads it runs on does not, beyond the last digit."""
+
+    graphs: Mapping[str, str]
+    """Component → sha256 of the exported graph."""
+    weights: Mapping[str, Mapping[str, str]]
+    """Component → weight file → sha256."""
+    family: str
+    facts: Mapping[str, Any]
+    """What the family's runtime side knows of the checkpoint."""
+    scheduler: Mapping[str, Any]
+    """The checkpoint's scheduler config."""
+    tokenizers: Mapping[str, str]
+    """Tokenizer → sha256 of its file."""
+    settings: Mapping[str, Any]
+    """Of the scan: prompts, steps, size and the rest."""
+    libraries: Mapping[str, str]
+    """Versions of the libraries that scan."""
+    trtdiff: str
+    trtdiff_code: str
+    key_schema: int = KEY_SCHEMA_VERSION
+
+
+Spec = EngineSpec | SamplersSpec | RangesSpec
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from trtdiff.calibrate.observed import Observed
 from trtdiff.calibrate.ranges import RANGES_FILE, RANGES_SCHEMA, Ranges, ValueRange
-from trtdiff.calibrate.settings import ScanSettings
+from trtdiff.calibrate.settings import DEFAULTS, ScanSettings, ranges_spec, scan_memory, scan_seconds, scan_settings
 from trtdiff.errors import ArtefactError, MissingDependency
 from trtdiff.export.manifest import EXPORT_FILE, EXPORT_SCHEMA, ExportManifest
 from trtdiff.families import family
@@ -32,6 +32,8 @@ from trtdiff.types import Array
 if TYPE_CHECKING:
     from trtdiff.backends.base import Session
 
+__all__ = ["DEFAULTS", "ranges_spec", "scan_memory", "scan_ranges", "scan_seconds", "scan_settings"]
+
 Progress = Callable[[int, int], None]
 Conditions = list[dict[str, Array]]
 """A prompt's conditions by name, each [1, …]; the prompts in order, then the negative one."""
@@ -45,7 +47,7 @@ def scan_ranges(*, export: str, out: str, settings: Mapping[str, Any], progress:
     The same settings give the same bytes on one machine; another number of threads, or another processor, may change
     the last of the four digits that are kept. Raises NonFiniteError where the checkpoint overflows float32 itself.
     """
-    scan = _Scan(Path(export), Path(out), msgspec.convert(settings, ScanSettings), progress)
+    scan = _Scan(Path(export), Path(out), msgspec.convert(dict(settings), ScanSettings), progress)
     ranges = scan.run()
     write_record(Path(out, RANGES_FILE), ranges)
     largest = {name: max((value.amax, at) for at, value in of.items()) for name, of in ranges.components.items()}
