@@ -55,7 +55,9 @@ def needs_of(planned: Planned, export: Path, manifest: ExportManifest) -> Needs:
         component.name: sum(sum(_tensor_sizes(export / name)) for name in component.weights)
         for component in manifest.components
     }
-    return Needs(scan_memory(weights), max(weights.values(), default=0), scan_seconds(weights))
+    pixels = manifest.facts.latent.height * manifest.facts.latent.width
+    memory, seconds = scan_memory(weights, pixels=pixels), scan_seconds(weights, pixels=pixels)
+    return Needs(memory, max(weights.values(), default=0), seconds)
 
 
 def engine_needs(planned: PlannedEngine, export: Path) -> Needs:

@@ -17,7 +17,7 @@ from trtdiff.export.manifest import ExportedComponent, ExportManifest
 from trtdiff.families import family
 from trtdiff.lowering import HALVES, PROLOGUES
 from trtdiff.machine import installed
-from trtdiff.manifest import EngineSpec, SamplersSpec, as_json, key_of
+from trtdiff.manifest import EngineSpec, RangesSpec, SamplersSpec, as_json, key_of
 from trtdiff.profiles import resolve
 from trtdiff.recipes import PrecisionRecipe, recipe
 from trtdiff.types import DimRange, ShapeProfile
@@ -74,7 +74,7 @@ class PlannedSamplers:
 class PlannedRanges:
     """A scan of how large values get, which decides what stays in float32."""
 
-    spec: Any
+    spec: RangesSpec
     place: tuple[str, ...] = ("ranges",)
 
     @property
@@ -311,7 +311,13 @@ def _engine(component: ExportedComponent, shared: _Shared, islands: Mapping[str,
 def _ranges(export: ExportManifest) -> PlannedRanges:
     from trtdiff.calibrate.scan import DEFAULTS, ranges_spec
 
-    return PlannedRanges(ranges_spec(export, DEFAULTS))
+    try:
+        return PlannedRanges(ranges_spec(export, DEFAULTS))
+    except MissingDependency as error:
+        raise MissingDependency(
+            f"fp16 is preceded by a range scan, on ONNX Runtime: {error.message}", where="--range-scan",
+            hint=f"{error.hint}; or leave the scan out with --no-range-scan, and see to overflows yourself"
+        ) from None  # fmt: skip
 
 
 def _samplers(export: ExportManifest, schedulers: tuple[str, ...] | None) -> PlannedSamplers:

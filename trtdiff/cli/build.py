@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     help="Modules that stay in float32 in half precision: denoiser:mid_block.*; * stands for any part.",
 )  # fmt: skip
 @click.option(
-    "--range-scan/--no-range-scan", default=False, show_default=True,
+    "--range-scan/--no-range-scan", default=True, show_default=True,
     help="For fp16: find out what exceeds its range, by making a few pictures, and keep that in float32.",
 )  # fmt: skip
 @click.option("--optimization-level", type=int, help="How hard TensorRT tries: 0 compiles fastest, 5 runs fastest.")
