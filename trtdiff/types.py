@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal, Self, TypeAlias
 
 import numpy.typing as npt
@@ -143,17 +144,29 @@ class ShapeProfile:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a result may be from its reference. There are no defaults: whoever compares states a bound.
+    """How far results may be from their reference. There are no defaults: whoever compares states every bound.
 
-    `relative_l2` is ‖got - expected‖₂ / ‖expected‖₂; `levels` the largest difference of 8-bit image values.
+    Bounds are relative L2, ‖got - expected‖₂ / ‖expected‖₂, but for `levels`.
     """
 
-    relative_l2: float
+    components: Mapping[str, float]
+    """Pattern of component names → bound for each of its outputs; the first that matches holds."""
+    latents: float
+    """After any step of a whole run."""
     levels: float
+    """Largest difference of 8-bit image values."""
 
     def __post_init__(self) -> None:
-        if not (0 <= self.relative_l2 < 1 and 0 <= self.levels <= 255):
+        if not (all(0 <= bound < 1 for bound in (*self.components.values(), self.latents)) and 0 <= self.levels <= 255):
             raise UsageError(f"not a tolerance: {self}")
+
+    def component(self, name: str) -> float:
+        """Give the bound of a component. Raises UsageError where none is stated."""
+        for pattern, bound in self.components.items():
+            if fnmatchcase(name, pattern):
+                return bound
+        raise UsageError(f"no tolerance is stated for {name}", where=f"tolerances of {', '.join(self.components)}",
+                         hint="state one in the precision's recipe")  # fmt: skip
 
 
 def names(items: Iterable[str], limit: int = 8) -> str:

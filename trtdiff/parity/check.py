@@ -253,7 +253,7 @@ class Check:
             def module(feeds: Mapping[str, Any], spec: ComponentSpec = item.case.spec) -> dict[str, Any]:
                 return reference.component(spec, feeds)
 
-            yield from check_component(item.case, session, module, tolerance.relative_l2)
+            yield from check_component(item.case, session, module, tolerance.component(item.case.spec.name))
         yield from check_pictures(self.engines, reference, request, tolerance)
         if (image := self.source(request)) is not None:
             yield from check_pictures(self.engines, reference, request, tolerance, image)

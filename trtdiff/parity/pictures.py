@@ -33,11 +33,11 @@ def check_pictures(
         ours = compiled_pictures(engines, request, image)
     except NonFiniteError as error:
         problem = "; ".join(filter(None, (error.message, error.where)))
-        yield ParityResult(latents, at, "relative L2", math.inf, tolerance.relative_l2, "", problem)
+        yield ParityResult(latents, at, "relative L2", math.inf, tolerance.latents, "", problem)
         yield ParityResult(picture, at, "levels", math.inf, tolerance.levels, "", problem)
         return
     theirs = reference.pictures(request, image)
-    yield compare_trajectories(latents, at, ours.latents, theirs.latents, tolerance.relative_l2)
+    yield compare_trajectories(latents, at, ours.latents, theirs.latents, tolerance.latents)
     yield compare_pictures(picture, at, ours.pixels, theirs.pixels, tolerance.levels)
 
 

@@ -17,12 +17,12 @@ FP16 = PrecisionRecipe(
     summary="float16 weights and arithmetic; float32 for the timestep's waves and what float16 cannot hold",
     computes_in="float16",
     passes=(f"{_HALF} dtype=float16", _LEGAL),
-    tolerance=Tolerance(relative_l2=1.5e-2, levels=4),
+    tolerance=Tolerance(components={"*": 1.5e-2}, latents=1.5e-2, levels=4),
 )
 BF16 = PrecisionRecipe(
     name="bf16",
     summary="bfloat16 weights and arithmetic; float32 for the timestep's waves",
     computes_in="bfloat16",
     passes=(f"{_HALF} dtype=bfloat16", _LEGAL),
-    tolerance=Tolerance(relative_l2=1.2e-1, levels=60),
+    tolerance=Tolerance(components={"*": 1.2e-1}, latents=1.2e-1, levels=60),
 )
