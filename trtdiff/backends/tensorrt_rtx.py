@@ -11,12 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from trtdiff.backends.base import Progress, Session, Toolchain
+from trtdiff.backends.gpu import this_gpu
 from trtdiff.backends.options import BuilderOptions
 from trtdiff.backends.tensorrt_builder import compile_graph
 from trtdiff.errors import MissingDependency, UsageError
 from trtdiff.types import ShapeProfile
 
 PORTABLE = "portable"
+PORTABLE_FROM = 80
+"""Compute capability, times ten, from which on a portable engine can be loaded: Turing's must be named."""
+REFUSED = {
+    "optimization_level": "TensorRT for RTX makes the same engine at every level, byte for byte: kernels are chosen "
+    "when a GPU loads it",
+    "timing_cache": "TensorRT for RTX measures nothing while it builds: timing caches do nothing there, and looking at "
+    "one asks for a GPU",
+    "version_compatible": "it needs the lean runtime (libnvinfer_lean), which TensorRT for RTX does not have",
+    "hardware_compatible": "TensorRT for RTX ignores it; name the GPUs instead, --target rtx:sm86,sm120, or none of "
+    "them: --target rtx makes portable engines",
+}
+"""What this library cannot do, by option, as version 1.7.1 shows it on a machine without a GPU."""
 
 
 class TensorRtRtx:
@@ -58,9 +71,9 @@ class TensorRtRtx:
         """
         return int(1.7 * weights)
 
-    def refusal(self, option: str) -> str:  # noqa: ARG002 - none of them yet
-        """Refuse all."""
-        return "this version does not pass it on"
+    def refusal(self, option: str) -> str:
+        """Refuse what the library ignores or fails at."""
+        return REFUSED.get(option, "")
 
     def seconds(self, weights: int) -> float:
         """Estimate how long `build` takes."""
@@ -70,9 +83,9 @@ class TensorRtRtx:
         self,
         graph: Path,
         profile: ShapeProfile,
-        options: BuilderOptions,  # noqa: ARG002
+        options: BuilderOptions,
         out: Path,
-        progress: Progress,  # noqa: ARG002
+        progress: Progress,
     ) -> Mapping[str, Any]:
         """Compile for the device's compute capabilities; no GPU takes part."""
         trt = _import()
@@ -93,17 +106,26 @@ class TensorRtRtx:
                         hint=f"it builds for {names}"
                     )  # fmt: skip
 
-        return compile_graph(trt, graph, profile, out, configure=configure)
+        return compile_graph(trt, graph, profile, options, out, progress=progress, configure=configure)
 
     def runnable(self) -> str:
         """Refuse: this version does not run its engines."""
         return "this version of trtdiff builds TensorRT for RTX engines and does not run them yet"
 
     def mismatch(self, spec: Mapping[str, Any]) -> str:
-        """Refuse engines of another version."""
-        version = self.toolchain().version
-        built = spec["backend_version"]
-        return "" if built == version else f"it was built with TensorRT for RTX {built}, {version} is installed"
+        """Refuse engines of another version, and those for other GPUs than the one that is here, if one is."""
+        version, built = self.toolchain().version, spec["backend_version"]
+        if built != version:
+            return f"it was built with TensorRT for RTX {built}, {version} is installed"
+        try:
+            here = this_gpu()
+        except MissingDependency:
+            return ""  # `runnable` says so
+        if spec["device"] == PORTABLE:
+            turing = here.number < PORTABLE_FROM
+            return f"portable engines need sm{PORTABLE_FROM} or later, {here.words} is here" if turing else ""
+        fits = here.capability in spec["device"].split(",")
+        return "" if fits else f"it was built for {spec['device']}, {here.words} is here"
 
     def load(self, engine: Path, *, threads: int | None = None) -> Session:  # noqa: ARG002
         """Refuse: this version compiles for TensorRT for RTX and does not run its engines."""

@@ -1,0 +1,160 @@
+"""The layers that TensorRT made: read from what it says, written beside the engine, and summed up.
+
+Built with detailed verbosity, the compiler prints every layer with the types of what goes in and out and the ONNX
+nodes that it computes, without a GPU. Where it prints none, an engine that was loaded on a GPU can be asked.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trtdiff.records import read_record, whole_file
+
+LAYERS_FILE = "layers.json"
+"""Stands beside the engine."""
+LAYERS_SCHEMA = 1
+FLOATS = {
+    "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "FP8": "float8", "E4M3": "float8",
+    "FP4": "float4", "E2M1": "float4", "Int8": "int8", "Int4": "int4",
+}  # fmt: skip
+"""Types as the library writes them → as we do. Integers that count or index (Int32, Int64, Bool) are left out."""
+ARITHMETIC = ("correlation", "gemm", "convolution", "deconv", "matrix", "attention", "fmha", "mha")
+"""Parts of layer types that do the work: convolutions, matrix products, attention."""
+_ISLANDS = 20
+"""How many layers in another type are listed in a summary."""
+
+_LAYER = re.compile(r"^Name: (?P<name>.*?), LayerType: (?P<kind>[^,]+), Inputs: \[(?P<inputs>.*?)\], Constants: "
+                    r".*?Outputs: \[(?P<outputs>.*?)\], TacticName")  # fmt: skip
+_TYPE = re.compile(r"Datatype: (\w+)")
+_NODE = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
+_FORMAT_TYPES = {"FP32": "float32", "FP16": "float16", "BF16": "bfloat16", "FP8": "float8", "INT8": "int8"}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer that the compiler made."""
+
+    name: str
+    kind: str
+    reads: str
+    """Type of its first input of numbers, in our words; empty where it reads none."""
+    writes: str
+    nodes: tuple[str, ...]
+    """ONNX nodes that it computes."""
+    modules: tuple[str, ...] = ()
+    """PyTorch modules that those nodes came from, each once."""
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is a convolution, a matrix product or attention."""
+        return any(word in self.kind.lower() for word in ARITHMETIC)
+
+
+@dataclass(frozen=True)
+class _LayersFile:
+    """`layers.json`: names that many layers share stand once, and layers refer to them by number."""
+
+    schema: int
+    modules: tuple[str, ...]
+    layers: tuple[tuple[str, str, str, str, tuple[str, ...], tuple[int, ...]], ...]
+    """Name, kind, reads, writes, nodes, modules."""
+
+
+def read_layers(text: str) -> list[Layer]:
+    """Read layers as TensorRT's detailed log writes them, one a line."""
+    found = []
+    for line in text.splitlines():
+        match = _LAYER.match(line)
+        if match:
+            reads, writes = (_first(_TYPE.findall(match[side])) for side in ("inputs", "outputs"))
+            found.append(Layer(match["name"], match["kind"], reads, writes, tuple(_NODE.findall(line))))
+    return found
+
+
+def inspected_layers(text: str) -> list[Layer]:
+    """Read layers as the engine inspector writes them, as JSON; none where it was built to keep their names only."""
+    layers = json.loads(text)["Layers"]
+    return [
+        Layer(
+            name=layer["Name"],
+            kind=layer["LayerType"],
+            reads=_first(map(_type, layer.get("Inputs", ()))),
+            writes=_first(map(_type, layer.get("Outputs", ()))),
+            nodes=tuple(_NODE.findall(layer.get("Metadata", ""))),
+        )
+        for layer in layers
+        if isinstance(layer, dict)
+    ]
+
+
+def with_modules(layers: Iterable[Layer], modules: Mapping[str, str]) -> list[Layer]:
+    """Fill in the modules; `modules` gives that of every ONNX node."""
+    return [
+        replace(layer, modules=tuple(dict.fromkeys(modules[node] for node in layer.nodes if modules.get(node))))
+        for layer in layers
+    ]
+
+
+def summed_up(layers: Sequence[Layer]) -> dict[str, Any]:
+    """Count layers by the type they write, and the arithmetic by the type it reads; say so where there are none.
+
+    `islands` lists arithmetic in another type than most of it: layer, type, modules.
+    """
+    if not layers:
+        return {"layers": "not verified: the compiler listed none"}
+    working = [layer for layer in layers if layer.computes and layer.reads]
+    arithmetic = Counter(layer.reads for layer in working).most_common()
+    islands = [layer for layer in working if layer.reads != arithmetic[0][0]]
+    return {
+        "layers": len(layers),
+        "types": dict(Counter(layer.writes for layer in layers if layer.writes).most_common()),
+        "arithmetic": dict(arithmetic),
+        "islands": [
+            {"layer": layer.name, "reads": layer.reads, "modules": list(layer.modules)} for layer in islands[:_ISLANDS]
+        ],
+    }
+
+
+def write_layers_file(folder: Path, layers: Iterable[Layer]) -> None:
+    """Write `layers.json` into an engine's folder."""
+    kept = list(layers)
+    modules = tuple(dict.fromkeys(module for layer in kept for module in layer.modules))
+    number = {module: index for index, module in enumerate(modules)}
+    rows = tuple(
+        (layer.name, layer.kind, layer.reads, layer.writes, layer.nodes, tuple(number[name] for name in layer.modules))
+        for layer in kept
+    )
+    with whole_file(folder / LAYERS_FILE) as temporary:
+        temporary.write_bytes(msgspec.json.encode(_LayersFile(LAYERS_SCHEMA, modules, rows)))
+
+
+def read_layers_file(folder: Path) -> list[Layer]:
+    """Read the layers of an engine's folder; none where its compiler listed none. Raises ArtefactError."""
+    path = folder / LAYERS_FILE
+    if not path.exists():
+        return []
+    file = read_record(path, _LayersFile, schema=LAYERS_SCHEMA)
+    return [
+        Layer(name, kind, reads, writes, nodes, tuple(file.modules[number] for number in numbers))
+        for name, kind, reads, writes, nodes, numbers in file.layers
+    ]
+
+
+def _type(tensor: Mapping[str, Any]) -> str:
+    """Give the library's word for a tensor's type; older inspectors have it in the words of its format only."""
+    if "Datatype" in tensor:
+        return str(tensor["Datatype"])
+    words = str(tensor.get("Format/Datatype", tensor.get("Format", "")))
+    return next((name for name in (*FLOATS, *_FORMAT_TYPES) if re.search(rf"\b{name}\b", words)), "")
+
+
+def _first(types: Iterable[str]) -> str:
+    """Give the first type of numbers, in our words."""
+    known = FLOATS | _FORMAT_TYPES
+    return next((known[name] for name in types if name in known), "")
