@@ -9,6 +9,7 @@ from trtdiff.errors import MissingDependency, UsageError
 __all__ = ["BACKENDS", "TARGETS", "Backend", "Session", "Toolchain", "backend", "best_target", "target_backend"]
 
 BACKENDS: dict[str, str] = {
+    "tensorrt": "trtdiff.backends.tensorrt:TensorRt",
     "tensorrt-rtx": "trtdiff.backends.tensorrt_rtx:TensorRtRtx",
     "onnxruntime": "trtdiff.backends.onnxruntime:OnnxRuntime",
     "rounded": "trtdiff.backends.rounded:Rounded",
@@ -21,6 +22,7 @@ Of the engines in a bundle, those of the first backend here run that this machin
 TARGETS: dict[str, str] = {
     "cpu": "onnxruntime",
     "rtx": "tensorrt-rtx",
+    "tensorrt": "tensorrt",
     "rounded": "rounded",
 }
 """What an engine is for → the backend that makes it; the word after `--target`. A device may follow: `rtx:sm89`."""
