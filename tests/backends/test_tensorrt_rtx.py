@@ -48,7 +48,7 @@ def test_an_engine_its_types_and_its_layers(tmp_path):
     realised = build(tmp_path, CONV)
     assert realised["plan_bytes"] == (tmp_path / "engine" / PLAN).stat().st_size > 0
     assert realised["arithmetic"] == {"float16": 1}
-    assert realised["islands"] == []
+    assert realised["other_arithmetic"] == []
     assert set(realised["types"]) == {"float16"}
     layers = read_layers_file(tmp_path / "engine")
     assert len(layers) == realised["layers"]

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from trtdiff.backends.mapped_files import dropping_pages
 from trtdiff.backends.options import BuilderOptions, flag
 from trtdiff.backends.tensorrt_failures import Graph, failed, refused
 from trtdiff.backends.tensorrt_layers import (
@@ -92,7 +93,8 @@ def compile_graph(
     watch = monitor(trt, progress)
     config.progress_monitor = watch
     writer = _plan_writer(trt, out / PLAN)
-    built = _write_plan(builder, network, config, writer)
+    with dropping_pages(graph.parent):
+        built = _write_plan(builder, network, config, writer)
     if watch.problem is not None:
         raise watch.problem
     if writer.problem is not None:

@@ -26,7 +26,7 @@ FLOATS = {
 """Types as the library writes them → as we do. Integers that count or index (Int32, Int64, Bool) are left out."""
 ARITHMETIC = ("correlation", "gemm", "convolution", "deconv", "matrix", "attention", "fmha", "mha")
 """Parts of layer types that do the work: convolutions, matrix products, attention."""
-_ISLANDS = 20
+_LISTED = 20
 """How many layers in another type are listed in a summary."""
 
 _LAYER = re.compile(r"^Name: (?P<name>.*?), LayerType: (?P<kind>[^,]+), Inputs: \[(?P<inputs>.*?)\], Constants: "
@@ -104,19 +104,19 @@ def with_modules(layers: Iterable[Layer], modules: Mapping[str, str]) -> list[La
 def summed_up(layers: Sequence[Layer]) -> dict[str, Any]:
     """Count layers by the type they write, and the arithmetic by the type it reads; say so where there are none.
 
-    `islands` lists arithmetic in another type than most of it: layer, type, modules.
+    `other_arithmetic` lists what computes in another type than most of it: layer, type, modules.
     """
     if not layers:
         return {"layers": "not verified: the compiler listed none"}
     working = [layer for layer in layers if layer.computes and layer.reads]
     arithmetic = Counter(layer.reads for layer in working).most_common()
-    islands = [layer for layer in working if layer.reads != arithmetic[0][0]]
+    others = [layer for layer in working if layer.reads != arithmetic[0][0]]
     return {
         "layers": len(layers),
         "types": dict(Counter(layer.writes for layer in layers if layer.writes).most_common()),
         "arithmetic": dict(arithmetic),
-        "islands": [
-            {"layer": layer.name, "reads": layer.reads, "modules": list(layer.modules)} for layer in islands[:_ISLANDS]
+        "other_arithmetic": [
+            {"layer": layer.name, "reads": layer.reads, "modules": list(layer.modules)} for layer in others[:_LISTED]
         ],
     }
 
