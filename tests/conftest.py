@@ -67,6 +67,8 @@ def _safetensors(path, arrays):
 def _graph(folder, component, arrays, offsets):
     import onnx_ir as ir
 
+    from trtdiff.passes.schemas import result_types
+
     text, weights = GRAPHS[component], f"weights/{FOLDERS[component]}.safetensors"
     model = ir.from_onnx_text(f'<ir_version: 11, opset_import: ["": 23]>\n{text}')
     for value in [value for node in model.graph for value in node.inputs]:
@@ -77,6 +79,9 @@ def _graph(folder, component, arrays, offsets):
                 name=value.name, base_dir=folder,
             )  # fmt: skip
             model.graph.register_initializer(value)
+    for node in model.graph:  # an export has types everywhere
+        for value, dtype in zip(node.outputs, result_types(node, model.opset_imports), strict=True):
+            value.dtype = dtype
     ir.save(model, folder / f"{component}.onnx")
 
 
