@@ -37,7 +37,7 @@ class TensorRtRtx:
 
     name = "tensorrt-rtx"
     extra = "rtx"
-    passes = ()
+    passes = ("trtdiff.passes.decompose_attention:decompose_attention target=rtx",)
     precisions = ("fp16", "bf16")
     sums = "reduce"
     fuses_attention = True

@@ -1,5 +1,6 @@
 """New nodes for a graph, written down in order and put in together."""
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,6 +66,19 @@ class Tape:
             raise TypeError("the node is in no graph")
         node.graph.insert_before(node, self._nodes)
         self._type(node.graph)
+
+    def name_after(self, node: "ir.Node") -> None:
+        """Name nodes and values for the node that they replace, and give them its module and mark."""
+        taken: Counter[str] = Counter()
+        for made in self._nodes:
+            made.name = f"{node.name}/{made.op_type}"
+            taken[made.name] += 1
+            if taken[made.name] > 1:
+                made.name = f"{made.name}_{taken[made.name]}"
+            made.metadata_props.update(node.metadata_props)
+            for value in made.outputs:
+                if not value.is_graph_output():
+                    value.name = made.name
 
     def _type(self, graph: "ir.Graph") -> None:
         """Type new values; one of an operator that ONNX does not define has the type of its first input."""
