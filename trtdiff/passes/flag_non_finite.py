@@ -6,7 +6,8 @@ value is looked at in its float32 form, which is what the next node reads.
 
 from typing import TYPE_CHECKING
 
-from trtdiff.passes.observe import MOVERS, mask_values
+from trtdiff.passes.movers import moves
+from trtdiff.passes.observe import mask_values
 from trtdiff.passes.statistics import Place, add_statistics, place_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def flag_non_finite(model: "ir.Model") -> tuple[Place, ...]:
     values = [value for value in graph.inputs if value.dtype == ir.DataType.FLOAT]
     masks = mask_values(graph)
     for node in graph:
-        if node.op_type not in MOVERS | {"Constant"}:
+        if node.op_type != "Constant" and not moves(node):
             values += [value for value in node.outputs if value.dtype == ir.DataType.FLOAT and value not in masks]
     add_statistics(graph, values)
     return tuple(_origin(value) for value in values)

@@ -1,7 +1,7 @@
 """Let a canonical graph tell how large its values get.
 
 Observed are the float inputs of the graph and what its nodes compute. Weights are not, nor what is made of weights
-alone; nor what nodes only move (`MOVERS`), since those are the numbers of their inputs. A mask of `Attention` is not
+alone; nor what nodes only move (`movers`), since those are the numbers of their inputs. A mask of `Attention` is not
 either: it says minus infinity and means it.
 
 Runs before anything else, on the exported graph, so that the values have their exported names.
@@ -9,16 +9,12 @@ Runs before anything else, on the exported graph, so that the values have their 
 
 from typing import TYPE_CHECKING
 
+from trtdiff.passes.movers import moves
 from trtdiff.passes.statistics import Place, add_statistics, place_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-MOVERS = frozenset({
-    "Concat", "Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose",
-    "Unsqueeze",
-})  # fmt: skip
-"""Operators whose outputs hold numbers of their inputs and no others."""
 _MASK = 3
 """Place of the mask among the inputs of `Attention`."""
 
@@ -37,7 +33,7 @@ def observe(model: "ir.Model") -> tuple[Place, ...]:
         given = [value for value in node.inputs if value is not None]
         if node.op_type == "Constant" or (given and all(value in fixed for value in given)):
             fixed.update(node.outputs)
-        elif node.op_type not in MOVERS:
+        elif not moves(node):
             observed += [value for value in node.outputs if _is_float(value) and value not in masks and _is_used(value)]
     add_statistics(graph, [_readable(value) for value in observed])
     return tuple(map(place_of, observed))
