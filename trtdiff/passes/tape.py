@@ -15,7 +15,7 @@ class Tape:
     """Collects nodes; `put_first`, `put_last` or `put_before` inserts them, and types what they make."""
 
     def __init__(self) -> None:
-        self._nodes: list[ir.Node] = []
+        self.nodes: list[ir.Node] = []
 
     def op(
         self, kind: str, *inputs: "ir.Value", domain: str = "", output: "ir.Value | None" = None, **attributes: Any
@@ -25,7 +25,7 @@ class Tape:
 
         outputs: dict[str, Any] = {"num_outputs": 1} if output is None else {"outputs": [output]}
         node = ir.node(kind, inputs, attributes, domain=domain, **outputs)
-        self._nodes.append(node)
+        self.nodes.append(node)
         return node.outputs[0]
 
     def constant(self, array: Array) -> "ir.Value":
@@ -47,14 +47,14 @@ class Tape:
     def put_first(self, graph: "ir.Graph") -> None:
         """Insert in front of everything."""
         if len(graph):
-            graph.insert_before(graph[0], self._nodes)
+            graph.insert_before(graph[0], self.nodes)
         else:
-            graph.extend(self._nodes)
+            graph.extend(self.nodes)
         self._type(graph)
 
     def put_last(self, graph: "ir.Graph") -> None:
         """Insert behind everything."""
-        graph.extend(self._nodes)
+        graph.extend(self.nodes)
         self._type(graph)
 
     def put_before(self, node: "ir.Node") -> None:
@@ -63,12 +63,12 @@ class Tape:
 
         if not isinstance(node.graph, ir.Graph):
             raise TypeError("the node is in no graph")
-        node.graph.insert_before(node, self._nodes)
+        node.graph.insert_before(node, self.nodes)
         self._type(node.graph)
 
     def _type(self, graph: "ir.Graph") -> None:
         """Type new values; one of an operator that ONNX does not define has the type of its first input."""
-        for node in self._nodes:
+        for node in self.nodes:
             for value, dtype in zip(node.outputs, result_types(node, graph.opset_imports), strict=True):
                 first = node.inputs[0] if node.domain and node.inputs else None
                 known = dtype if first is None else first.dtype

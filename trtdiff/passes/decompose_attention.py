@@ -1,0 +1,172 @@
+"""`Attention` where the target has no fused kernel for its type and head size → products and a softmax.
+
+1. The query is scaled, and multiplied with the transposed key; scores are capped where `softcap` says so.
+2. A Boolean mask and causality (query i sees key j ≤ i) become 0 and minus infinity, a mask of numbers is added.
+3. A row that sees no key gives zeros, as the operator's definition has it, and not 0 / 0.
+4. Heads of keys and values that several heads of queries share are repeated.
+
+With `softmax_precision` the softmax is computed in that type; without, in the scores' own. The scores are held whole:
+64 by 64 latents take 4,096² · heads numbers an image. What a cache or further outputs would need is refused.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trtdiff.backends.attention import fuses
+from trtdiff.errors import BuildError
+from trtdiff.export.graph import MODULE
+from trtdiff.passes.schemas import describe, type_word
+from trtdiff.passes.tape import Tape
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+ALL = "all"
+_Q, _K, _V, _MASK = range(4)
+
+
+def decompose_attention(model: "ir.Model", *, target: str) -> int:
+    """Replace the nodes that `target` has no fused kernel for, all for `target=all`; give their number.
+
+    Requires final types, and inputs [B, heads, tokens, head size] with known heads and head size. Ensures the same
+    values up to the order of sums, and names of outputs. Raises BuildError for a node that needs to be decomposed and
+    cannot be.
+    """
+    replaced = 0
+    for node in list(model.graph):
+        if node.op_type == "Attention" and not node.domain and not _fused(node, target):
+            _decompose(node)
+            replaced += 1
+    return replaced
+
+
+def _fused(node: "ir.Node", target: str) -> bool:
+    sizes = [_dim(node, place, -1) for place in (_Q, _V)]
+    query = node.inputs[_Q]
+    return target != ALL and query is not None and all(fuses(target, type_word(query.dtype), size) for size in sizes)
+
+
+def _decompose(node: "ir.Node") -> None:
+    import onnx_ir as ir
+
+    _require_plain(node)
+    query, key, value = (node.inputs[place] for place in (_Q, _K, _V))
+    assert query is not None, "required"  # noqa: S101 - the operator's definition
+    assert key is not None, "required"  # noqa: S101
+    assert value is not None, "required"  # noqa: S101
+    tape, dtype = _Typed(query), query.dtype
+    repeats = _dim(node, _Q, 1) // _dim(node, _K, 1)
+    if repeats > 1:
+        key, value = (_repeated(tape, shared, repeats) for shared in (key, value))
+    scale = node.attributes["scale"].as_float() if "scale" in node.attributes else 0.0
+    scaled = tape.op("Mul", query, tape.number(scale or _dim(node, _Q, -1) ** -0.5))
+    scores = tape.op("MatMul", scaled, tape.op("Transpose", key, perm=[0, 1, 3, 2]))
+    softcap = node.attributes["softcap"].as_float() if "softcap" in node.attributes else 0.0
+    if softcap:
+        cap = tape.number(softcap)
+        scores = tape.op("Mul", cap, tape.op("Tanh", tape.op("Div", scores, cap)))
+    bias = _bias(node, tape, query, key)
+    if bias is not None:
+        scores = tape.op("Add", scores, bias)
+    weights = _softmax(node, tape, scores, dtype)
+    if bias is not None and _input(node, _MASK) is not None:
+        best = tape.op("ReduceMax", bias, tape.ints(-1))
+        weights = tape.op("Where", tape.op("Equal", best, tape.number(-np.inf)), tape.number(0.0), weights)
+    result = tape.op("MatMul", weights, value)
+    output = node.outputs[0]
+    result.shape, result.type = output.shape, output.type
+    ir.convenience.replace_all_uses_with(output, result, replace_graph_outputs=True)
+    graph = node.graph
+    assert graph is not None, "a node of a graph"  # noqa: S101 - an invariant, not a check of input
+    tape.put_before(node)
+    for made in tape.nodes:
+        made.name = f"{node.name}/{made.op_type}"
+        made.metadata_props[MODULE] = node.metadata_props.get(MODULE, "")
+    name, output.name = output.name, None
+    graph.remove(node, safe=True)
+    result.name = name
+
+
+def _require_plain(node: "ir.Node") -> None:
+    """Refuse what exports of diffusers have not: caches, other outputs, heads inside the last dimension."""
+    query = node.inputs[_Q]
+    problems = {
+        "it has a cache": any(value is not None for value in node.inputs[4:]),
+        "its scores are read": any(value.uses() or value.is_graph_output() for value in node.outputs[1:]),
+        "its inputs have not 4 dimensions": query is None or query.shape is None or len(query.shape) != 4,
+    }
+    problem = next((words for words, found in problems.items() if found), "")
+    if problem:
+        raise BuildError(
+            f"no fused kernel computes this attention, and it cannot be decomposed: {problem}", where=describe(node),
+            hint="keep its module out of the islands, build in another precision, or for another target"
+        )  # fmt: skip
+
+
+def _repeated(tape: "_Typed", value: "ir.Value", times: int) -> "ir.Value":
+    """[B, heads, …] → [B, heads · times, …], each head that often."""
+    heads = int(value.shape[1]) if value.shape is not None else 0  # type: ignore[arg-type]  # `_dim` looked at it
+    order = np.repeat(np.arange(heads), times)
+    return tape.op("Gather", value, tape.ints(*order), axis=1)
+
+
+def _bias(node: "ir.Node", tape: "_Typed", query: "ir.Value", key: "ir.Value") -> "ir.Value | None":
+    """Give what is added to the scores: 0, minus infinity, or a mask's numbers."""
+    import onnx_ir as ir
+
+    mask = _input(node, _MASK)
+    allowed = mask if mask is not None and mask.dtype == ir.DataType.BOOL else None
+    if "is_causal" in node.attributes and node.attributes["is_causal"].as_int():
+        rows, columns = (
+            tape.op("Range", zero, tape.op("Squeeze", tape.op("Shape", value, start=2, end=3)), tape.integer(1))
+            for value, zero in ((query, tape.integer(0)), (key, tape.integer(0)))
+        )
+        causal = tape.op("GreaterOrEqual", tape.op("Unsqueeze", rows, tape.ints(1)), columns)
+        allowed = causal if allowed is None else tape.op("And", allowed, causal)
+    bias = None if allowed is None else tape.op("Where", allowed, tape.number(0.0), tape.number(-np.inf))
+    if mask is None or mask.dtype == ir.DataType.BOOL:
+        return bias
+    return mask if bias is None else tape.op("Add", bias, mask)
+
+
+def _softmax(node: "ir.Node", tape: "_Typed", scores: "ir.Value", dtype: "ir.DataType | None") -> "ir.Value":
+    precise = node.attributes["softmax_precision"].as_int() if "softmax_precision" in node.attributes else 0
+    if not precise or precise == dtype or dtype is None:
+        return tape.op("Softmax", scores, axis=-1)
+    wide = tape.op("Softmax", tape.op("Cast", scores, to=precise), axis=-1)
+    return tape.op("Cast", wide, to=int(dtype))
+
+
+def _input(node: "ir.Node", place: int) -> "ir.Value | None":
+    return node.inputs[place] if place < len(node.inputs) else None
+
+
+def _dim(node: "ir.Node", place: int, axis: int) -> int:
+    """Give a known dimension of an input."""
+    value = node.inputs[place]
+    shape = None if value is None else value.shape
+    dim = None if shape is None or len(shape) != 4 else shape[axis]
+    if not isinstance(dim, int):
+        raise BuildError("heads and head size of this attention are not known", where=describe(node),
+                         hint="export again; a canonical graph has them as numbers")  # fmt: skip
+    return dim
+
+
+class _Typed(Tape):
+    """A tape whose numbers have the type of a value."""
+
+    def __init__(self, like: "ir.Value") -> None:
+        super().__init__()
+        self._dtype = like.dtype
+
+    def number(self, number: float) -> "ir.Value":
+        """Add a constant without dimensions."""
+        import onnx_ir as ir
+
+        kind = self._dtype or ir.DataType.FLOAT
+        return self.op("Constant", value=ir.Tensor(np.array(number).astype(kind.numpy()), dtype=kind))
+
+    def integer(self, number: int) -> "ir.Value":
+        """Add an int64 without dimensions."""
+        return self.constant(np.array(number, np.int64))
