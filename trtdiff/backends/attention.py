@@ -18,31 +18,38 @@ class Fused:
     """As in `--target`, without the device."""
     dtype: str
     heads: range
+    """Without mask, causal, or with a mask of numbers."""
+    boolean: range
+    """With a Boolean mask."""
     source: str
     """Where this is from: a build, or a page of the vendor."""
 
 
 _RTX_BUILD = (
     "builds with TensorRT for RTX 1.7.1, portable and for sm75, sm80, sm86, sm89, sm120, sm121: sizes 1 to 20, 24, 32, "
-    "40, 48, 64, 80, 96, 112, 128, 160, 192, 250 to 261, 264, 320, 512, self and cross attention, without mask, with "
-    "Boolean and added masks, and causal, all alike (scripts/attention_support.py)"
+    "40, 48, 64, 80, 96, 112, 128, 160, 192, 250 to 261, 264, 320, 512; self and cross attention, without mask, with a "
+    "mask of numbers, and causal, all alike. With a Boolean mask, sizes that are no multiple of 8 are an error inside "
+    "the compiler, also where it may decompose (scripts/attention_support.py)"
 )
 SUPPORT: tuple[Fused, ...] = (
-    Fused("rtx", "float16", range(9, 257), _RTX_BUILD),
-    Fused("rtx", "bfloat16", range(9, 257), f"{_RTX_BUILD}; sm75 has no bfloat16 at all"),
-    Fused("rtx", "float32", range(0), _RTX_BUILD),
+    Fused("rtx", "float16", range(9, 257), range(16, 257, 8), _RTX_BUILD),
+    Fused("rtx", "bfloat16", range(9, 257), range(16, 257, 8), f"{_RTX_BUILD}; sm75 has no bfloat16 at all"),
+    Fused("rtx", "float32", range(0), range(0), _RTX_BUILD),
 )
 """One row for each target and type. NVIDIA's page on `Attention` lists float32, float16 and bfloat16 without sizes, and
 its page on fused attention says that one which no kernel fits must be decomposable."""
 
 
-def fuses(target: str, dtype: str, head_size: int) -> bool:
-    """Whether the compiler for a target has a fused kernel. Raises UsageError for a target that was never tried."""
+def fuses(target: str, dtype: str, head_size: int, mask: str = "") -> bool:
+    """Whether the compiler for a target has a fused kernel; `mask` is the type of a mask, empty where there is none.
+
+    Raises UsageError for a target that was never tried.
+    """
     rows = [row for row in SUPPORT if row.target == target]
     if not rows:
         raise UsageError(f"nobody has tried which attention {target} fuses", where="backends/attention.py",
                          hint="run scripts/attention_support.py on its compiler, and add rows")  # fmt: skip
-    return any(head_size in row.heads for row in rows if row.dtype == dtype)
+    return any(head_size in (row.boolean if mask == "bool" else row.heads) for row in rows if row.dtype == dtype)
 
 
 def mark_decomposable(network: Any) -> int:

@@ -24,7 +24,7 @@ class TensorRtRtx:
 
     name = "tensorrt-rtx"
     extra = "rtx"
-    passes = ()
+    passes = ("trtdiff.passes.decompose_attention:decompose_attention target=rtx",)
     precisions = ("fp16", "bf16")
     sums = "reduce"
     fuses_attention = True

@@ -15,7 +15,6 @@ import numpy as np
 
 from trtdiff.backends.attention import fuses
 from trtdiff.errors import BuildError
-from trtdiff.export.graph import MODULE
 from trtdiff.passes.schemas import describe, type_word
 from trtdiff.passes.tape import Tape
 
@@ -43,8 +42,11 @@ def decompose_attention(model: "ir.Model", *, target: str) -> int:
 
 def _fused(node: "ir.Node", target: str) -> bool:
     sizes = [_dim(node, place, -1) for place in (_Q, _V)]
-    query = node.inputs[_Q]
-    return target != ALL and query is not None and all(fuses(target, type_word(query.dtype), size) for size in sizes)
+    query, mask = _input(node, _Q), _input(node, _MASK)
+    if target == ALL or query is None:
+        return False
+    words = type_word(query.dtype), "" if mask is None else type_word(mask.dtype)
+    return all(fuses(target, words[0], size, words[1]) for size in sizes)
 
 
 def _decompose(node: "ir.Node") -> None:
@@ -80,9 +82,7 @@ def _decompose(node: "ir.Node") -> None:
     graph = node.graph
     assert graph is not None, "a node of a graph"  # noqa: S101 - an invariant, not a check of input
     tape.put_before(node)
-    for made in tape.nodes:
-        made.name = f"{node.name}/{made.op_type}"
-        made.metadata_props[MODULE] = node.metadata_props.get(MODULE, "")
+    tape.name_after(node)
     name, output.name = output.name, None
     graph.remove(node, safe=True)
     result.name = name

@@ -1,5 +1,6 @@
 """New nodes for a graph, written down in order and put in together."""
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,7 @@ class Tape:
     """Collects nodes; `put_first`, `put_last` or `put_before` inserts them, and types what they make."""
 
     def __init__(self) -> None:
-        self.nodes: list[ir.Node] = []
+        self._nodes: list[ir.Node] = []
 
     def op(
         self, kind: str, *inputs: "ir.Value", domain: str = "", output: "ir.Value | None" = None, **attributes: Any
@@ -25,7 +26,7 @@ class Tape:
 
         outputs: dict[str, Any] = {"num_outputs": 1} if output is None else {"outputs": [output]}
         node = ir.node(kind, inputs, attributes, domain=domain, **outputs)
-        self.nodes.append(node)
+        self._nodes.append(node)
         return node.outputs[0]
 
     def constant(self, array: Array) -> "ir.Value":
@@ -47,14 +48,14 @@ class Tape:
     def put_first(self, graph: "ir.Graph") -> None:
         """Insert in front of everything."""
         if len(graph):
-            graph.insert_before(graph[0], self.nodes)
+            graph.insert_before(graph[0], self._nodes)
         else:
-            graph.extend(self.nodes)
+            graph.extend(self._nodes)
         self._type(graph)
 
     def put_last(self, graph: "ir.Graph") -> None:
         """Insert behind everything."""
-        graph.extend(self.nodes)
+        graph.extend(self._nodes)
         self._type(graph)
 
     def put_before(self, node: "ir.Node") -> None:
@@ -63,12 +64,25 @@ class Tape:
 
         if not isinstance(node.graph, ir.Graph):
             raise TypeError("the node is in no graph")
-        node.graph.insert_before(node, self.nodes)
+        node.graph.insert_before(node, self._nodes)
         self._type(node.graph)
+
+    def name_after(self, node: "ir.Node") -> None:
+        """Name nodes and values for the node that they replace, and give them its module and mark."""
+        taken: Counter[str] = Counter()
+        for made in self._nodes:
+            made.name = f"{node.name}/{made.op_type}"
+            taken[made.name] += 1
+            if taken[made.name] > 1:
+                made.name = f"{made.name}_{taken[made.name]}"
+            made.metadata_props.update(node.metadata_props)
+            for value in made.outputs:
+                if not value.is_graph_output():
+                    value.name = made.name
 
     def _type(self, graph: "ir.Graph") -> None:
         """Type new values; one of an operator that ONNX does not define has the type of its first input."""
-        for node in self.nodes:
+        for node in self._nodes:
             for value, dtype in zip(node.outputs, result_types(node, graph.opset_imports), strict=True):
                 first = node.inputs[0] if node.domain and node.inputs else None
                 known = dtype if first is None else first.dtype

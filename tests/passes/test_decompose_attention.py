@@ -1,0 +1,190 @@
+"""Attention in parts computes what the operator's definition says, and is done only where no kernel fits."""
+
+import numpy as np
+import pytest
+
+from trtdiff.backends.attention import SUPPORT, fuses, mark_decomposable
+from trtdiff.errors import BuildError, UsageError
+from trtdiff.passes.check_graph import check_graph
+from trtdiff.passes.decompose_attention import decompose_attention
+
+ir = pytest.importorskip("onnx_ir")
+HEAD = '<ir_version: 11, opset_import: ["": 23]>\n'
+
+
+def attention(call="Attention (q, k, v)", extra="", *, size=8, heads=2, shared=2, dtype="float"):
+    model = ir.from_onnx_text(f"""{HEAD} net ({dtype}[B, {heads}, S, {size}] q, {dtype}[B, {shared}, T, {size}] k,
+        {dtype}[B, {shared}, T, {size}] v{extra}) => ({dtype}[B, {heads}, S, {size}] y) {{ y = {call} }}""")
+    model.graph[0].name, model.graph[0].metadata_props["module"] = "net/Attention", "net.attn1"
+    return model
+
+
+def run(model, feeds):
+    import onnx
+    import onnxruntime as ort
+
+    proto = ir.to_proto(model)
+    onnx.checker.check_model(proto, full_check=True)
+    return ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"]).run(None, feeds)[0]
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+def exact(q, k, v, bias=0.0, scale=None, cap=0.0):
+    """The definition in float64: a row whose bias is minus infinity everywhere is zero."""
+    q, k, v = (array.astype(np.float64) for array in (q, k, v))
+    k, v = (np.repeat(array, q.shape[1] // array.shape[1], axis=1) for array in (k, v))
+    scores = q @ k.swapaxes(-1, -2) * (scale or q.shape[-1] ** -0.5)
+    scores = cap * np.tanh(scores / cap) if cap else scores
+    scores = scores + bias
+    top = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - np.where(np.isfinite(top), top, 0))
+    total = weights.sum(-1, keepdims=True)
+    return np.where(total == 0, 0, weights / np.where(total == 0, 1, total)) @ v
+
+
+ALLOWED = random(5, 7, seed=9) > 0
+ALLOWED[:, 0] = True
+DEAD = ALLOWED.copy()
+DEAD[2] = False
+MASK = random(5, 7, seed=8)
+SQUARE = np.tril(np.ones((5, 7), bool))
+NONE = -np.inf
+
+
+@pytest.mark.parametrize(
+    ("call", "mask", "expected"),
+    [
+        ("Attention (q, k, v)", None, {}),
+        ("Attention <scale = 0.3> (q, k, v)", None, {"scale": 0.3}),
+        ("Attention <softcap = 0.5> (q, k, v)", None, {"cap": 0.5}),
+        ("Attention <is_causal = 1> (q, k, v)", None, {"bias": np.where(SQUARE, 0, NONE)}),
+        ("Attention (q, k, v, m)", ALLOWED, {"bias": np.where(ALLOWED, 0, NONE)}),
+        ("Attention (q, k, v, m)", DEAD, {"bias": np.where(DEAD, 0, NONE)}),
+        ("Attention (q, k, v, m)", MASK, {"bias": MASK}),
+        ("Attention (q, k, v, m)", np.where(DEAD, MASK, np.float32(NONE)), {"bias": np.where(DEAD, MASK, NONE)}),
+        ("Attention <is_causal = 1> (q, k, v, m)", ALLOWED, {"bias": np.where(ALLOWED & SQUARE, 0, NONE)}),
+        ("Attention <is_causal = 1> (q, k, v, m)", MASK, {"bias": np.where(SQUARE, MASK, NONE)}),
+        ("Attention <softcap = 0.5> (q, k, v, m)", MASK, {"bias": MASK, "cap": 0.5}),
+        ("Attention <softmax_precision = 1> (q, k, v)", None, {}),
+    ],
+)
+@pytest.mark.parametrize("shared", [1, 2, 4])
+def test_the_definition_in_float64(call, mask, expected, shared):
+    feeds = {
+        "q": random(2, 4, 5, 8, seed=1),
+        "k": random(2, shared, 7, 8, seed=2),
+        "v": random(2, shared, 7, 8, seed=3),
+    }
+    extra = ""
+    if mask is not None:
+        feeds["m"] = mask
+        extra = f", {'bool' if mask.dtype == bool else 'float'}[S, T] m"
+    model = attention(call, extra, heads=4, shared=shared)
+    assert decompose_attention(model, target="all") == 1
+    check_graph(model)
+    assert "Attention" not in {node.op_type for node in model.graph}
+    assert {node.metadata_props["module"] for node in model.graph} == {"net.attn1"}
+    wanted = exact(feeds["q"], feeds["k"], feeds["v"], **expected)
+    assert np.abs(run(model, feeds) - wanted).max() <= 1e-6  # measured 4e-7
+
+
+def test_half_graphs_keep_their_type():
+    for dtype in ("float16", "bfloat16"):
+        model = attention(
+            dtype=dtype, extra=f", {dtype}[S, T] m", call="Attention <softmax_precision = 1> (q, k, v, m)"
+        )
+        decompose_attention(model, target="all")
+        check_graph(model)
+        kinds = {value.dtype.name for node in model.graph for value in node.outputs if node.op_type == "MatMul"}
+        assert kinds == {dtype.upper()}
+        (softmax,) = [node for node in model.graph if node.op_type == "Softmax"]
+        assert softmax.outputs[0].dtype.name == "FLOAT"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "stays"),
+    [
+        ("float16", 8, False),
+        ("float16", 40, True),
+        ("float16", 512, False),
+        ("bfloat16", 64, True),
+        ("float", 64, False),
+    ],
+)
+def test_only_where_no_kernel_fits(dtype, size, stays):
+    model = attention(dtype=dtype, size=size)
+    assert decompose_attention(model, target="rtx") == (0 if stays else 1)
+    assert ("Attention" in {node.op_type for node in model.graph}) == stays
+
+
+def test_what_cannot_be_decomposed_is_an_error_that_names_the_node():
+    model = attention("Attention (q, k, v, , pk, pv)", ", float[B, 2, P, 8] pk, float[B, 2, P, 8] pv")
+    with pytest.raises(BuildError, match="cannot be decomposed: it has a cache") as caught:
+        decompose_attention(model, target="rtx")
+    assert "node Attention net/Attention; module net.attn1" in caught.value.where
+
+
+def test_a_target_that_nobody_tried_is_an_error():
+    with pytest.raises(UsageError, match="nobody has tried"):
+        fuses("tensorrt", "float16", 64)
+
+
+@pytest.fixture
+def trt():
+    return pytest.importorskip("tensorrt_rtx")
+
+
+def builds(trt, model, *, decomposable=False):
+    """Whether TensorRT for RTX builds an engine for no GPU in particular."""
+    logger = trt.Logger(trt.Logger.INTERNAL_ERROR)
+    builder = trt.Builder(logger)
+    network = builder.create_network(0)
+    parser = trt.OnnxParser(network, logger)
+    assert parser.parse(ir.to_proto(model).SerializeToString())
+    if decomposable:
+        assert mark_decomposable(network) == 1
+    profile = builder.create_optimization_profile()
+    for index in range(network.num_inputs):
+        value = network.get_input(index)
+        batch = 0 if value.name == "m" else 1  # [S, T], not [B, …]
+        known = [1] * batch + list(value.shape)[batch:]
+        shapes = [[number if dim < 0 else dim for dim in known] for number in (4, 16, 64)]
+        profile.set_shape(value.name, *shapes)
+    config = builder.create_builder_config()
+    config.add_optimization_profile(profile)
+    return builder.build_serialized_network(network, config) is not None
+
+
+@pytest.mark.parametrize("row", SUPPORT, ids=lambda row: row.dtype)
+def test_the_table_is_what_the_compiler_says(trt, row):
+    """At the ends of each row; beyond them it refuses, unless the operator is decomposed by us or by it."""
+    dtype = {"float32": "float"}.get(row.dtype, row.dtype)
+    mask = ", bool[S, T] m"
+    inside = [row.heads[0], row.heads[-1]] if row.heads else []
+    outside = [row.heads[0] - 1, row.heads[-1] + 1] if row.heads else [64]
+    assert [builds(trt, attention(dtype=dtype, size=size)) for size in inside] == [True] * len(inside)
+    for size in outside:
+        model = attention(dtype=dtype, size=size)
+        assert not builds(trt, model)
+        assert builds(trt, model, decomposable=True)
+        decompose_attention(model, target="rtx")
+        assert builds(trt, model)
+    for size, fused in ((16, True), (20, False), (256, True)) if row.boolean else ((64, False),):
+        model = attention("Attention (q, k, v, m)", mask, dtype=dtype, size=size)
+        assert fuses("rtx", row.dtype, size, "bool") == builds(trt, model) == fused
+        assert decompose_attention(model, target="rtx") == (0 if fused else 1)
+        assert builds(trt, model)
+
+
+def test_masks_build_when_decomposed(trt):
+    for call, extra in (
+        ("Attention <is_causal = 1> (q, k, v)", ""),
+        ("Attention (q, k, v, m)", ", bool[S, T] m"),
+        ("Attention (q, k, v, m)", ", float[S, T] m"),
+    ):
+        model = attention(call, extra)
+        decompose_attention(model, target="rtx")
+        assert builds(trt, model)
