@@ -77,7 +77,7 @@ def result_types(node: "ir.Node", opsets: Mapping[str, int]) -> "list[ir.DataTyp
 
 
 def attribute_names(node: "ir.Node", version: int) -> frozenset[str] | None:
-    """Give the attributes that a node's operator has in that opset; None where it has not the operator, or deprecates it."""
+    """Give the attributes that a node's operator has in an opset; None where that has it not, or deprecates it."""
     import onnx
 
     try:
