@@ -28,8 +28,8 @@ class Fused:
 _RTX_BUILD = (
     "builds with TensorRT for RTX 1.7.1, portable and for sm75, sm80, sm86, sm89, sm120, sm121: sizes 1 to 20, 24, 32, "
     "40, 48, 64, 80, 96, 112, 128, 160, 192, 250 to 261, 264, 320, 512; self and cross attention, without mask, with a "
-    "mask of numbers, and causal, all alike. With a Boolean mask, sizes that are no multiple of 8 are an error inside "
-    "the compiler, also where it may decompose (scripts/attention_support.py)"
+    "mask of numbers, and causal, all alike. With a Boolean mask, sizes from 9 to 255 that are no multiple of 8 are an "
+    "error inside the compiler, also where it may decompose (scripts/attention_support.py)"
 )
 SUPPORT: tuple[Fused, ...] = (
     Fused("rtx", "float16", range(9, 257), range(16, 257, 8), _RTX_BUILD),

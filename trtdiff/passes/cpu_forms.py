@@ -14,8 +14,7 @@ Measured on one core of an AMD EPYC with ONNX Runtime 1.32.
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
+from trtdiff.passes.group_norm import by_instance
 from trtdiff.passes.tape import Tape
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ MICROSOFT = "com.microsoft"
 
 def cpu_forms(model: "ir.Model") -> None:
     """Apply the rules. Requires inferred shapes, without which a node stays as it is; keeps inputs and outputs."""
-    rules = {"Attention": _attention, "GroupNormalization": _group_norm, "Gelu": _gelu}
+    rules = {"Attention": _attention, "GroupNormalization": by_instance, "Gelu": _gelu}
     changed = False
     for node in list(model.graph):
         if node.domain == "" and node.op_type in rules:
@@ -68,26 +67,6 @@ def _attention(node: "ir.Node") -> bool:
     tape.put_before(node)
     for user in users:
         _remove(user)
-    _remove(node)
-    return True
-
-
-def _group_norm(node: "ir.Node") -> bool:
-    value, weight, bias = node.inputs
-    if value is None or weight is None or bias is None or value.shape is None:
-        return False
-    groups = node.attributes["num_groups"].as_int()
-    epsilon = _float(node, "epsilon") or 1e-5
-    tape = Tape()
-    ones, zeros = (tape.constant(np.full(groups, number, np.float32)) for number in (1, 0))
-    grouped = tape.op("Reshape", value, tape.ints(0, groups, -1))
-    normal = tape.op("InstanceNormalization", grouped, ones, zeros, epsilon=epsilon)
-    whole = tape.op("Reshape", normal, tape.op("Shape", value))
-    per_channel = tape.ints(-1, *[1] * (len(value.shape) - 2))
-    scaled = tape.op("Mul", whole, tape.op("Reshape", weight, per_channel))
-    result = tape.op("Add", scaled, tape.op("Reshape", bias, per_channel))
-    _replace(node, result)
-    tape.put_before(node)
     _remove(node)
     return True
 

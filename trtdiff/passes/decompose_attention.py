@@ -50,8 +50,6 @@ def _fused(node: "ir.Node", target: str) -> bool:
 
 
 def _decompose(node: "ir.Node") -> None:
-    import onnx_ir as ir
-
     _require_plain(node)
     query, key, value = (node.inputs[place] for place in (_Q, _K, _V))
     assert query is not None, "required"  # noqa: S101 - the operator's definition
@@ -75,17 +73,7 @@ def _decompose(node: "ir.Node") -> None:
     if bias is not None and _input(node, _MASK) is not None:
         best = tape.op("ReduceMax", bias, tape.ints(-1))
         weights = tape.op("Where", tape.op("Equal", best, tape.number(-np.inf)), tape.number(0.0), weights)
-    result = tape.op("MatMul", weights, value)
-    output = node.outputs[0]
-    result.shape, result.type = output.shape, output.type
-    ir.convenience.replace_all_uses_with(output, result, replace_graph_outputs=True)
-    graph = node.graph
-    assert graph is not None, "a node of a graph"  # noqa: S101 - an invariant, not a check of input
-    tape.put_before(node)
-    tape.name_after(node)
-    name, output.name = output.name, None
-    graph.remove(node, safe=True)
-    result.name = name
+    tape.put_instead_of(node, tape.op("MatMul", weights, value))
 
 
 def _require_plain(node: "ir.Node") -> None:

@@ -76,6 +76,17 @@ def result_types(node: "ir.Node", opsets: Mapping[str, int]) -> "list[ir.DataTyp
     return types
 
 
+def attribute_names(node: "ir.Node", version: int) -> frozenset[str] | None:
+    """Give the attributes that a node's operator has in an opset; None where that has it not, or deprecates it."""
+    import onnx
+
+    try:
+        schema = onnx.defs.get_schema(node.op_type, version, node.domain)
+    except onnx.defs.SchemaError:
+        return None
+    return None if schema.deprecated else frozenset(schema.attributes)
+
+
 def describe(node: "ir.Node") -> str:
     """Give a node in words: operator, name, the PyTorch module it came from, and the types of its inputs."""
     module = node.metadata_props.get(MODULE, "")
