@@ -50,6 +50,8 @@ VAE = {
     "scaling_factor": 0.18215,
 }  # fmt: skip
 
+_BLOCK = 16_777_213
+"""Numbers in a block of noise: a prime, so that tensors begin at different places. Compilers store equal ones once."""
 CASES = ("sd15-unet", "sd15", "sdxl-unet")
 
 
@@ -93,7 +95,7 @@ def shapes_of(name: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def write_random(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Write fp16 noise, one tensor at a time, all from one block of it."""
+    """Write fp16 noise, one tensor at a time: one block of it over and over, and no two tensors alike."""
     header: dict[str, Any] = {}
     offset = 0
     for name, shape in shapes.items():
@@ -102,14 +104,17 @@ def write_random(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    block = (0.02 * np.random.default_rng(0).standard_normal(1 << 24)).astype(np.float16)
+    block = (0.02 * np.random.default_rng(0).standard_normal(_BLOCK)).astype(np.float16)
+    place = 0
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for shape in shapes.values():
             left = int(np.prod(shape))
             while left:
-                file.write(block[: min(left, block.size)].tobytes())
-                left -= min(left, block.size)
+                piece = block[place : place + left]
+                file.write(piece.tobytes())
+                left -= piece.size
+                place = (place + piece.size) % block.size
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -170,10 +170,36 @@ def _engine(path: Path) -> Description:
     tables = (
         Table("files", ("file", "size", "sha256"), files),
         Table("bindings", ("inputs", "outputs"), bindings),
+        *_layer_tables(_folder(path) / "engine"),
         *([Table("kept in float32", ("where", "why"), islands)] if islands else []),
         Table("made from", ("field", "value"), parts),
     )
     return Description("store entry", str(path), facts, tables)
+
+
+def _layer_tables(engine: Path) -> Iterable[Table]:
+    """Sum up the layers that a compiler listed: by kind and type, and by the PyTorch modules they compute."""
+    from trtdiff.backends.tensorrt_layers import read_layers_file
+
+    layers = read_layers_file(engine)
+    if not layers:
+        return
+    kinds = Counter((layer.kind, layer.reads or "-", layer.writes or "-") for layer in layers)
+    rows = tuple((*kind, str(count)) for kind, count in kinds.most_common())
+    yield Table("layers by type", ("layer", "reads", "writes", "layers"), rows)
+    modules: dict[str, Counter[str]] = {}
+    for layer in layers:
+        for module in {".".join(name.split(".")[:2]) or "(none)" for name in layer.modules or ("",)}:
+            modules.setdefault(module, Counter())[layer.writes or "-"] += 1
+    shown = sorted(modules.items(), key=lambda item: -item[1].total())
+    yield Table(
+        "layers by PyTorch module",
+        ("module", "layers", "written in"),
+        tuple(
+            (name, str(types.total()), ", ".join(f"{count} {dtype}" for dtype, count in types.most_common()))
+            for name, types in shown
+        ),
+    )
 
 
 def _graph(path: Path) -> Description:

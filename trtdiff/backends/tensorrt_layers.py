@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from trtdiff.errors import ArtefactError
 from trtdiff.records import read_record, whole_file
 
 LAYERS_FILE = "layers.json"
@@ -140,10 +141,14 @@ def read_layers_file(folder: Path) -> list[Layer]:
     if not path.exists():
         return []
     file = read_record(path, _LayersFile, schema=LAYERS_SCHEMA)
-    return [
-        Layer(name, kind, reads, writes, nodes, tuple(file.modules[number] for number in numbers))
-        for name, kind, reads, writes, nodes, numbers in file.layers
-    ]
+    try:
+        return [
+            Layer(name, kind, reads, writes, nodes, tuple(file.modules[number] for number in numbers))
+            for name, kind, reads, writes, nodes, numbers in file.layers
+        ]
+    except IndexError:
+        raise ArtefactError(f"{LAYERS_FILE} names a module that it does not list", where=str(path),
+                            hint="build again with --force")  from None  # fmt: skip
 
 
 def _type(tensor: Mapping[str, Any]) -> str:

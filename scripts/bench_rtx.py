@@ -1,0 +1,241 @@
+"""Time and memory of compiling full-size components for RTX GPUs, on random weights; no GPU takes part.
+
+    python scripts/bench_rtx.py [--only sd15-denoiser --only …] [--precision fp16] [--folder FOLDER] [--json]
+
+Exports are made with `bench_export.py` and kept in FOLDER (14 GB) for the next time; engines are removed. Each build
+is the task that `trtdiff build` runs, in a process of its own: passes, weights converted, TensorRT. Wall and processor time
+include starting Python. The peak is of resident memory; `own` and `mapped` are its two parts when it was sampled, every
+50 ms: memory that the process wrote, and pages of files.
+
+FIGURES
+"""
+
+import argparse
+import json
+import math
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from bench_export import TEXT, make_checkpoint
+
+TEXT_2 = TEXT | {
+    "hidden_act": "gelu", "hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 20,
+    "num_hidden_layers": 32, "projection_dim": 1280,
+}  # fmt: skip
+TARGET = "rtx:sm89"
+TOKENS = {"batch": "1:1:4", "tokens": "77"}
+PIXELS = {
+    "sd15": {"batch": "1:1:4", "height": "256:512:768", "width": "256:512:768"},
+    "sdxl": {"batch": "1:1:4", "height": "512:1024:1024", "width": "512:1024:1024"},
+}
+STEP = {"window": "1:3:48", "branches": "1:2:2"}
+CASES = {
+    "sd15-denoiser": ("sd15", "denoiser"),
+    "sd15-text_encoder": ("sd15", "text_encoder"),
+    "sd15-vae_decoder": ("sd15", "vae_decoder"),
+    "sd15-vae_encoder": ("sd15", "vae_encoder"),
+    "sdxl-denoiser": ("sdxl-unet", "denoiser"),
+    "sdxl-text_encoder": ("sdxl-text", "text_encoder"),
+    "sdxl-text_encoder_2": ("sdxl-text-2", "text_encoder"),
+    "sdxl-vae_decoder": ("sd15", "vae_decoder"),
+    "sdxl-vae_encoder": ("sd15", "vae_encoder"),
+}
+"""Case → its export and its graph there. SDXL's VAE is SD1.5's with other weights, at larger sizes."""
+
+
+@dataclass
+class Measured:
+    """Seconds and bytes of one build."""
+
+    case: str
+    precision: str
+    wall: float
+    cpu: float
+    weights: int
+    plan: int
+    peak: int
+    own: int
+    mapped: int
+    arithmetic: dict[str, int]
+
+    @property
+    def ratio(self) -> float:
+        """Peak memory for a byte of weights in half precision."""
+        return self.peak / self.weights
+
+
+class Watch(threading.Thread):
+    """Samples the memory of this process's only child, until it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.own = self.mapped = 0
+        self.cpu = 0.0
+        self.stopped = threading.Event()
+
+    def run(self) -> None:
+        """Look until told to stop."""
+        while not self.stopped.wait(0.05):
+            for child in psutil.Process().children():
+                with suppress(OSError, ValueError, psutil.Error):
+                    lines = Path(f"/proc/{child.pid}/status").read_text().splitlines()
+                    facts = dict(line.split(":", 1) for line in lines)
+                    own, mapped = (int(facts[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
+                    if own + mapped > self.own + self.mapped:
+                        self.own, self.mapped = own, mapped
+                    times = child.cpu_times()
+                    self.cpu = times.user + times.system
+
+
+def measure(case: str, precision: str, folder: Path) -> Measured:
+    from trtdiff import worker
+    from trtdiff.backends import target_backend
+    from trtdiff.lowering import PROLOGUES
+    from trtdiff.recipes import recipe
+
+    export, component = CASES[case]
+    graph = folder / "exports" / export / f"{component}.onnx"
+    chosen, compiler = recipe(precision), target_backend(TARGET)
+    prologue = PROLOGUES.get(component)
+    passes = [*chosen.passes, *compiler.passes, *([f"{prologue} form={compiler.sums}"] if prologue else [])]
+    out = folder / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    watch = Watch()
+    watch.start()
+    try:
+        made = worker.run(
+            "trtdiff.lowering:build_engine",
+            {
+                "graph": str(graph.absolute()),
+                "passes": passes,
+                "backend": compiler.name,
+                "device": compiler.device,
+                "computes_in": chosen.computes_in,
+                "profile": TOKENS | PIXELS[case.partition("-")[0]] | STEP,
+                "options": {},
+                "out": str(out.absolute()),
+            },
+            what=case,
+        )
+    finally:
+        watch.stopped.set()
+        watch.join()
+        shutil.rmtree(out)
+    realised = made.value["realised"]
+    return Measured(
+        case=case,
+        precision=precision,
+        wall=made.seconds,
+        cpu=watch.cpu,
+        weights=weight_bytes(graph),
+        plan=realised["plan_bytes"],
+        peak=made.peak_memory,
+        own=watch.own,
+        mapped=watch.mapped,
+        arithmetic=realised["arithmetic"],
+    )
+
+
+def weight_bytes(graph: Path) -> int:
+    """Bytes of a graph's weights in half precision."""
+    import onnx
+
+    weights = onnx.load(graph, load_external_data=False).graph.initializer
+    return sum(2 * math.prod(weight.dims) for weight in weights)
+
+
+# --- exports ---------------------------------------------------------------------------------------------------------
+
+
+def make_export(name: str, folder: Path) -> None:
+    """Make one of the exports that are not there yet, each in a process of its own."""
+    out = folder / "exports" / name
+    if any(out.glob("*.onnx")):
+        return
+    print(f"exporting {name} …", file=sys.stderr)
+    if name in {"sd15", "sdxl-unet"}:
+        script = Path(__file__).with_name("bench_export.py")
+        subprocess.run([sys.executable, str(script), "--only", name, "--folder", str(folder)], check=True, stdout=2)
+    else:
+        make_checkpoint(folder / name, {"text_encoder": TEXT if name == "sdxl-text" else TEXT_2})
+        subprocess.run([sys.executable, __file__, "--child", str(folder / name), str(out)], check=True)
+
+
+def export_text_encoder(checkpoint: Path, out: Path) -> None:
+    """Export one of SDXL's text encoders: it gives the hidden states before its last layer, and the pooled ones."""
+    import torch
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    from trtdiff.checkpoint import Checkpoint
+    from trtdiff.export.export import export_components
+    from trtdiff.families.base import ComponentSpec
+    from trtdiff.types import TensorSpec
+
+    class TextEncoder(torch.nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.text_encoder = CLIPTextModel(CLIPTextConfig(**config))
+
+        def forward(self, input_ids: Any) -> Any:
+            found = self.text_encoder(input_ids, output_hidden_states=True)
+            return found.hidden_states[-2], found.pooler_output
+
+    opened = Checkpoint.open(str(checkpoint))
+    width = opened.configs["text_encoder"]["hidden_size"]
+    spec = ComponentSpec(
+        name="text_encoder",
+        folder="text_encoder",
+        inputs=(TensorSpec("input_ids", "int64", ("batch", "tokens")),),
+        outputs=(
+            TensorSpec("encoder_hidden_states", "float32", ("batch", "tokens", width)),
+            TensorSpec("text_embeds", "float32", ("batch", width)),
+        ),
+        build=TextEncoder,
+        prefix="text_encoder",
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    for _ in export_components(
+        [spec], opened.configs["text_encoder"], opened.tensors("text_encoder"), out, dtype="stored", check=False
+    ):
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=CASES, action="append")
+    parser.add_argument("--precision", choices=("fp16", "bf16"), action="append")
+    parser.add_argument("--folder", type=Path, default=Path("build/bench_export"))
+    parser.add_argument("--json", action="store_true", help="print one object a line")
+    parser.add_argument("--child", type=Path, nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        export_text_encoder(*arguments.child)
+        return
+    if not arguments.json:
+        print(f"{'':26} {'wall s':>7} {'cpu s':>7} {'weights':>8} {'peak GB':>8} {'own':>6} {'mapped':>6} {'ratio':>6}")
+    for case in arguments.only or CASES:
+        make_export(CASES[case][0], arguments.folder)
+        for precision in arguments.precision or ("fp16", "bf16"):
+            found = measure(case, precision, arguments.folder)
+            if arguments.json:
+                print(json.dumps({**asdict(found), "ratio": round(found.ratio, 2)}), flush=True)
+                continue
+            sizes = (found.weights, found.peak, found.own, found.mapped)
+            weights, peak, own, mapped = (count / 1e9 for count in sizes)
+            print(
+                f"{case:20} {precision:5} {found.wall:7.1f} {found.cpu:7.1f} {weights:8.2f} {peak:8.2f} {own:6.2f} "
+                f"{mapped:6.2f} {found.ratio:6.2f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Nested phases as one fraction."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trtdiff.backends.tensorrt_progress import Phases
+
+
+def test_steps_of_inner_phases_are_parts_of_the_outer_step():
+    phases = Phases()
+    assert phases.fraction == 0
+    phases.start("engine", None, 4)
+    phases.step("engine", 0)
+    assert phases.fraction == 1 / 4
+    phases.start("graph", "engine", 2)
+    phases.step("graph", 0)
+    assert phases.fraction == pytest.approx(1 / 4 + 1 / 8)
+    phases.start("kernels", "graph", 5)
+    phases.step("kernels", 1)
+    assert phases.fraction == pytest.approx(1 / 4 + (1 / 2 + 2 / 5 / 2) / 4)
+    phases.finish("kernels")
+    phases.finish("graph")
+    assert phases.fraction == 1 / 2
+    phases.finish("engine")
+    assert phases.fraction == 1
+
+
+def test_a_second_phase_within_one_step_does_not_lower_it():
+    phases = Phases()
+    phases.start("engine", None, 2)
+    phases.start("first", "engine", 10)
+    phases.step("first", 7)
+    assert phases.fraction == pytest.approx(0.4)
+    phases.finish("first")
+    phases.start("second", "engine", 10)
+    phases.step("second", 0)
+    assert phases.fraction == pytest.approx(0.5)
+
+
+EVENTS = st.tuples(
+    st.sampled_from(["start", "step", "finish"]), st.sampled_from("abcd"), st.sampled_from(["a", "b", None, "?"]),
+    st.integers(0, 9),
+)  # fmt: skip
+
+
+@given(st.lists(EVENTS, max_size=40))
+def test_whatever_the_library_tells_the_fraction_stays_within_bounds_and_never_falls(events):
+    phases, last = Phases(), 0.0
+    for kind, name, parent, number in events:
+        if kind == "start":
+            phases.start(name, parent, number)
+        elif kind == "step":
+            phases.step(name, number)
+        else:
+            phases.finish(name)
+        assert last <= phases.fraction <= 1
+        last = phases.fraction
