@@ -3,9 +3,9 @@
     python scripts/bench_rtx.py [--only sd15-denoiser --only …] [--precision fp16] [--folder FOLDER] [--json]
 
 Exports are made with `bench_export.py` and kept in FOLDER (14 GB) for the next time; engines are removed. Each build
-is the task that `trtdiff build` runs, in a process of its own: passes, weights converted, TensorRT. Wall and processor time
-include starting Python. The peak is of resident memory; `own` and `mapped` are its two parts when it was sampled, every
-50 ms: memory that the process wrote, and pages of files.
+is the task that `trtdiff build` runs, in a process of its own: passes, weights converted, TensorRT. Wall and processor
+time include starting Python. The peak is of resident memory; `own` and `mapped` are its two parts when it was sampled,
+every 50 ms: memory that the process wrote, and pages of files.
 
 FIGURES
 """

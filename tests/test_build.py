@@ -356,7 +356,7 @@ def test_half_made_folders_are_no_exports(workspace):
 def test_a_precision_that_a_target_is_not_built_in_says_which_are(workspace):
     with pytest.raises(UsageError, match="target cpu is not built in fp16") as caught:
         call("--precision", "fp16", "--target", "cpu")
-    assert caught.value.hint == "for this target: fp32; fp16 is built for: rtx, rounded"
+    assert caught.value.hint == "for this target: fp32; fp16 is built for: rtx, tensorrt, rounded"
     for target, words in (
         ("gpu", "no target is called 'gpu'"),
         ("cpu:sm89", "takes no device"),

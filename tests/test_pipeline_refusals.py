@@ -102,7 +102,9 @@ def test_an_engine_file_that_was_changed(changed_bundle):
 
 
 def test_a_backend_that_the_bundle_lacks(changed_bundle):
-    bundle = changed_bundle(lambda about: about.update(engines={"other": about["engines"]["onnxruntime"]}))
+    bundle = changed_bundle(
+        lambda about: about.update(engines={"other": about["engines"]["onnxruntime"]}, precision={"other": "fp32"})
+    )
     with pytest.raises(UsageError, match=r"has no engines for onnxruntime(.|\n)*it has them for other"):
         trtdiff.load(bundle, backend="onnxruntime")
 
