@@ -7,7 +7,20 @@ is the task that `trtdiff build` runs, in a process of its own: passes, weights 
 time include starting Python. The peak is of resident memory; `own` and `mapped` are its two parts when it was sampled,
 every 50 ms: memory that the process wrote, and pages of files.
 
-FIGURES
+Measured on two cores of an AMD EPYC, for sm89 (seconds: 31 to 37 for SD1.5's UNet from run to run):
+
+                        wall s  weights GB  peak GB  ratio
+    sd15-denoiser fp16    34.1        1.72     4.16   2.42
+    sd15-denoiser bf16    35.6        1.72     4.21   2.45
+    sd15-text_encoder      5.1        0.25     0.87   3.54
+    sd15-vae_decoder       3.2        0.10     0.69   7.02
+    sd15-vae_encoder       2.7        0.07     0.63   9.17
+    sdxl-denoiser fp16   142.2        5.13    10.93   2.13
+
+Of SD1.5's 31 s in one process the passes take 1 s, writing the weights 3 s, parsing 0.3 s, TensorRT 25 s, the rest 2 s.
+Mapped pages of the weights are dropped as they are read (4.06 GB instead of 5.60, at no cost in time) and the plan is
+streamed to disk; what is left is the builder's own copy of the weights and a second one while it serializes. Small
+components are held by the libraries: half a gigabyte.
 """
 
 import argparse
@@ -84,7 +97,7 @@ class Watch(threading.Thread):
         """Look until told to stop."""
         while not self.stopped.wait(0.05):
             for child in psutil.Process().children():
-                with suppress(OSError, ValueError, psutil.Error):
+                with suppress(OSError, KeyError, ValueError, psutil.Error):  # a child that has just ended has no memory
                     lines = Path(f"/proc/{child.pid}/status").read_text().splitlines()
                     facts = dict(line.split(":", 1) for line in lines)
                     own, mapped = (int(facts[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile"))
