@@ -33,9 +33,9 @@ def flag_non_finite(model: "ir.Model") -> tuple[Place, ...]:
 
 def _origin(value: "ir.Value") -> Place:
     """Give the place of a value, or, behind the casts that round it, of what was rounded."""
-    place = place_of(value)
-    node = value.producer()
+    place, node = place_of(value), value.producer()
     while node is not None and node.op_type == "Cast" and (before := node.inputs[0]) is not None:
-        if (node := before.producer()) is not None and place_of(before).module:
+        node = before.producer()
+        if before.is_graph_input() or (node is not None and place_of(before).module):
             place = place_of(before)
     return place

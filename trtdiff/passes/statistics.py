@@ -33,12 +33,12 @@ class Place:
 
     value: str
     node: str
-    """Name of the node that makes it; `input` for an input of the graph."""
+    """Name of the node that makes it; empty for an input of the graph."""
     module: str
     """Path of the PyTorch module; empty where the graph does not say."""
 
     def __str__(self) -> str:
-        named = f"node {self.node}" if self.node else f"value {self.value}"
+        named = f"node {self.node}" if self.node else f"input {self.value}"
         return f"{self.module} ({named})" if self.module else named
 
 
@@ -46,8 +46,8 @@ def place_of(value: "ir.Value") -> Place:
     """Say where a value of a graph comes from."""
     node = value.producer()
     if node is None:
-        return Place(str(value.name), "input", "")
-    return Place(str(value.name), str(node.name or ""), node.metadata_props.get(MODULE, ""))
+        return Place(str(value.name), "", "")
+    return Place(str(value.name), str(node.name), node.metadata_props.get(MODULE, ""))
 
 
 def add_statistics(graph: "ir.Graph", values: Sequence["ir.Value"]) -> None:
