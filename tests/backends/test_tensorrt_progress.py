@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trtdiff.backends.tensorrt_progress import Phases
+from trtdiff.backends.tensorrt_progress import STEPS, Phases, Told
 
 
 def test_steps_of_inner_phases_are_parts_of_the_outer_step():
@@ -56,3 +56,27 @@ def test_whatever_the_library_tells_the_fraction_stays_within_bounds_and_never_f
             phases.finish(name)
         assert last <= phases.fraction <= 1
         last = phases.fraction
+
+
+def test_measures_count_by_their_shares_and_only_ever_more():
+    heard = []
+    told = Told(lambda done, total: heard.append((done, total)), {"read": 0.25, "written": 0.75})
+    for measure, fraction in [("read", 0.4), ("written", 0.2), ("read", 0.1), ("read", 7), ("written", 0.2)]:
+        told.tell(measure, fraction)
+    assert heard == [(100, STEPS), (250, STEPS), (400, STEPS)]
+    told.finish()
+    assert heard[-1] == (STEPS, STEPS)
+
+
+def test_the_first_problem_is_kept_and_ends_the_telling():
+    heard = []
+
+    def progress(done, total):
+        heard.append(done)
+        raise KeyboardInterrupt
+
+    told = Told(progress, {"read": 1.0})
+    told.tell("read", 0.5)
+    assert isinstance(told.problem, KeyboardInterrupt)
+    told.tell("read", 0.9)
+    assert heard == [500]

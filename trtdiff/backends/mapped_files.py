@@ -8,7 +8,7 @@ more comes back from the file.
 import ctypes
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,13 +18,18 @@ _MADV_DONTNEED = 4
 
 
 @contextmanager
-def dropping_pages(folder: Path) -> Iterator[None]:
-    """While the body runs, drop what this process has mapped of the files of a folder, again and again (Linux)."""
+def dropping_pages(folder: Path, read: Callable[[int], None]) -> Iterator[None]:
+    """While the body runs, drop what this process has mapped of the files of a folder, again and again (Linux).
+
+    `read` is told, in another thread, how many bytes were dropped in all: about what was read so far.
+    """
     done = threading.Event()
 
     def work() -> None:
+        total = 0
         while not done.wait(_INTERVAL):
-            drop_pages(folder)
+            total += drop_pages(folder)
+            read(total)
 
     if sys.platform != "linux":
         yield
@@ -39,12 +44,16 @@ def dropping_pages(folder: Path) -> Iterator[None]:
 
 
 def drop_pages(folder: Path) -> int:
-    """Drop once; how many bytes of address space that was. Only mappings that cannot be written: none lose anything."""
+    """Drop once; how many bytes were in memory. Only mappings that cannot be written: none lose anything."""
     library, prefix, dropped = ctypes.CDLL(None), f"{folder.resolve()}/", 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, permissions, _, _, _, *name = line.split(maxsplit=5)
-        if name and name[0].startswith(prefix) and "w" not in permissions:
-            begin, end = (int(address, 16) for address in span.split("-"))
-            failed = library.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_DONTNEED)
-            dropped += 0 if failed else end - begin
+    begin = end = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split(maxsplit=5)
+        if not first.endswith(":"):
+            ours = len(rest) == 5 and rest[4].startswith(prefix) and "w" not in rest[0]
+            begin, end = (int(address, 16) for address in first.split("-")) if ours else (0, 0)
+        elif first == "Rss:" and end:
+            size = 1024 * int(rest[0])
+            if size and not library.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_DONTNEED):
+                dropped += size
     return dropped

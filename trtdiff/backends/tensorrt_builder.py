@@ -24,7 +24,7 @@ from trtdiff.backends.tensorrt_layers import (
     with_modules,
     write_layers_file,
 )
-from trtdiff.backends.tensorrt_progress import monitor
+from trtdiff.backends.tensorrt_progress import Told, monitor
 from trtdiff.backends.timing_cache import Key, keep_times, use_times
 from trtdiff.errors import StorageError, UsageError
 from trtdiff.types import ShapeProfile, dim_value
@@ -61,12 +61,14 @@ def compile_graph(
     out: Path,
     *,
     progress: Callable[[int, int], None],
+    shares: Mapping[str, float],
     configure: Callable[[Any], None] = lambda config: None,  # noqa: ARG005
     times: Key | None = None,
 ) -> Mapping[str, Any]:
     """Parse the ONNX file, build it, write `out`/engine.plan and `out`/layers.json; returns what was realised.
 
-    `trt` is the library's module. `configure` sets what the backends differ in, on the builder's config; `times` is
+    `trt` is the library's module. `shares` are how much its phases, the weights that it has `read` and the plan that is
+    `written` count as progress. `configure` sets what the backends differ in, on the builder's config; `times` is
     what a timing cache is kept for. Raises BuildError with the node, its PyTorch module, types and shapes where the
     library names one; StorageError for a full disk; UsageError for an option that the library does not have; whatever
     `progress` raises, once the library has stopped.
@@ -90,18 +92,20 @@ def compile_graph(
     if options.timing_cache is not None and times is not None:
         measured = use_times(config, options.timing_cache, times)
     config.add_optimization_profile(_profile(builder, network, graph, profile))
-    watch = monitor(trt, progress)
-    config.progress_monitor = watch
-    writer = _plan_writer(trt, out / PLAN)
-    with dropping_pages(graph.parent):
+    told = Told(progress, shares)
+    watch = config.progress_monitor = monitor(trt, told, "phases")  # noqa: F841 - the library does not keep it alive
+    weights = max(1, sum(file.stat().st_size for file in graph.parent.iterdir()))
+    writer = _plan_writer(trt, out / PLAN, lambda size: told.tell("written", size / weights))
+    with dropping_pages(graph.parent, lambda size: told.tell("read", size / weights)):
         built = _write_plan(builder, network, config, writer)
-    if watch.problem is not None:
-        raise watch.problem
+    if told.problem is not None:
+        raise told.problem
     if writer.problem is not None:
         raise StorageError(f"the engine could not be written: {writer.problem.strerror}", where=str(writer.path),
                            hint="free some space or choose another folder with --store")  # fmt: skip
     if not built:
         raise failed(graph, log.errors)
+    told.finish()
     if options.timing_cache is not None and times is not None:
         keep_times(config, measured, options.timing_cache, times)
     layers = with_modules(log.layers or _inspected(trt, logger, out / PLAN), Graph(graph).modules)
@@ -169,8 +173,8 @@ def _write_plan(builder: Any, network: Any, config: Any, writer: Any) -> bool:
         writer.close()
 
 
-def _plan_writer(trt: Any, path: Path) -> Any:
-    """Write the plan as it is made, so that it is not held in memory a second time."""
+def _plan_writer(trt: Any, path: Path, wrote: Callable[[int], None]) -> Any:
+    """Write the plan as it is made, and tell how much there is of it; a whole one is not held in Python."""
 
     class Writer(getattr(trt, "IStreamWriter", object)):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -187,6 +191,7 @@ def _plan_writer(trt: Any, path: Path) -> Any:
                 self.problem = error
                 return 0
             self.size += written
+            wrote(self.size)
             return written
 
         def close(self) -> None:

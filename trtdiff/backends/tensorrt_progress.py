@@ -1,17 +1,54 @@
-"""How far a TensorRT build is: its nested phases as one fraction that never falls, and a way to stop it.
+"""How far a TensorRT build is, as one fraction that never falls, and a way to stop it.
 
 The library tells when a phase begins (with the number of its steps and the phase that it is part of), when a step is
 done, and when the phase ends. A phase that begins counts towards the step that its parent is at. Several phases may
 begin within one step, so the fraction is held where it has been rather than let fall.
+
+TensorRT for RTX says nothing for most of a build, since it compiles within a single step (SD1.5's UNet: 20 of 29 s).
+So what it has read of the weights, and what it has written of the plan, count as well.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 STEPS = 1000
 """The build's whole, in what `progress` is called with."""
+
+
+class Told:
+    """Measures of one build, by name, summed up for `progress(done, STEPS)`.
+
+    An exception of `progress`, an interrupt included, cannot pass through the library: `problem` keeps the first one,
+    and nothing is told any more. Whoever builds raises it afterwards. May be called from several threads.
+    """
+
+    def __init__(self, progress: Callable[[int, int], None], shares: Mapping[str, float]) -> None:
+        """`shares` are how much each measure counts; together 1."""
+        self.problem: BaseException | None = None
+        self._progress, self._shares = progress, shares
+        self._done = dict.fromkeys(shares, 0.0)
+        self._told = -1
+        self._lock = threading.Lock()
+
+    def tell(self, measure: str, fraction: float) -> None:
+        """Note that a measure is so far, from 0 to 1. What is beyond is 1, and what is less than before is nothing."""
+        with self._lock:
+            self._done[measure] = max(self._done[measure], min(fraction, 1.0))
+            done = round(STEPS * sum(share * self._done[name] for name, share in self._shares.items()))
+            if done <= self._told or self.problem is not None:
+                return
+            self._told = done
+            try:
+                self._progress(done, STEPS)
+            except BaseException as error:  # noqa: BLE001
+                self.problem = error
+
+    def finish(self) -> None:
+        """Note that all is done."""
+        for measure in self._shares:
+            self.tell(measure, 1)
 
 
 @dataclass
@@ -63,40 +100,28 @@ class Phases:
         return min(phase.done + inner, phase.steps) / phase.steps
 
 
-def monitor(trt: Any, progress: Callable[[int, int], None]) -> Any:
-    """Make a monitor for a builder's config, whose `problem` is what `progress` raised.
-
-    An exception, an interrupt included, cannot pass through the library: it is kept, and the build is asked to stop.
-    Whoever builds raises it afterwards.
-    """
+def monitor(trt: Any, told: Told, measure: str) -> Any:
+    """Make a monitor for a builder's config that tells of its phases as `measure`, and stops it when told to."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
-            self.problem: BaseException | None = None
             self._phases = Phases()
-            self._told = -1
             self._lock = threading.Lock()  # the library may call from threads of its own
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            self._tell(lambda: self._phases.start(phase_name, parent_phase, num_steps))
+            with self._lock:
+                self._phases.start(phase_name, parent_phase, num_steps)
 
         def step_complete(self, phase_name: str, step: int) -> bool:
-            self._tell(lambda: self._phases.step(phase_name, step))
-            return self.problem is None
+            with self._lock:
+                self._phases.step(phase_name, step)
+                told.tell(measure, self._phases.fraction)
+            return told.problem is None
 
         def phase_finish(self, phase_name: str) -> None:
-            self._tell(lambda: self._phases.finish(phase_name))
-
-        def _tell(self, change: Callable[[], None]) -> None:
-            try:
-                with self._lock:
-                    change()
-                    done = int(self._phases.fraction * STEPS)
-                    if done > self._told and self.problem is None:
-                        self._told = done
-                        progress(done, STEPS)
-            except BaseException as error:  # noqa: BLE001
-                self.problem = error
+            with self._lock:
+                self._phases.finish(phase_name)
+                told.tell(measure, self._phases.fraction)
 
     return Monitor()
