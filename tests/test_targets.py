@@ -10,6 +10,7 @@ from click.testing import CliRunner
 import trtdiff
 from trtdiff import worker
 from trtdiff.backends.onnxruntime import OnnxRuntime
+from trtdiff.backends.options import BuilderOptions
 from trtdiff.backends.tensorrt_rtx import TensorRtRtx
 from trtdiff.bundle import Bundle
 from trtdiff.cli.build import build as command
@@ -124,6 +125,7 @@ def test_a_machine_that_runs_none_of_them_says_why_for_each(both, monkeypatch):
         (["--target", "cpu", "--precision", "fp16"], "target cpu is not built in fp16", "rtx"),
         (["--target", "cpu", "--workspace", "4GB"], "--workspace cannot be had: cpu: ONNX Runtime", "leave it out"),
         (["--target", "cpu", "--optimization-level", "9"], "no optimization level 9", "0 "),
+        (["--target", "rtx", "--optimization-level", "0"], "--optimization-level cannot be had: rtx", "leave it out"),
         (["--target", "cpu", "--workspace", "much"], "'much' is not a size", "4GB"),
         (["--target", "cpu", "--keep", "mid_block.*"], "everything stays in float32", "leave --keep out"),
         (["--target", "rtx", "--keep", "unet:mid_block.*"], "there is no component 'unet'", "denoiser"),
@@ -135,6 +137,13 @@ def test_what_cannot_be_had(workspace, arguments, says, hint):
         call(*arguments)
     assert hint in caught.value.hint
     assert not (workspace / "engines").exists()
+
+
+def test_what_was_asked_for_is_in_the_key_and_reaches_the_worker():
+    asked = BuilderOptions(optimization_level=0, weight_streaming=True)
+    assert asked.content() == {"optimization_level": 0, "weight_streaming": True}
+    assert BuilderOptions.of(json.loads(json.dumps(asked.json()))) == asked
+    assert asked.only({"optimization_level"}) == BuilderOptions(optimization_level=0)
 
 
 def test_a_dry_run_says_what_it_will_take(workspace):

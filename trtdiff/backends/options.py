@@ -37,8 +37,9 @@ class BuilderOptions:
                              hint="give a size such as 4GB, or leave it out")  # fmt: skip
 
     def asked(self) -> Iterator[str]:
-        """Names of the fields that were asked for."""
-        return (field.name for field in fields(self) if getattr(self, field.name) not in (None, False))
+        """Names of the fields that were asked for; a level of 0 is one."""
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return (name for name, value in values if value is not None and value is not False)
 
     def only(self, names: "set[str]") -> "BuilderOptions":
         """Leave out what is not in `names`."""
