@@ -84,9 +84,10 @@ def test_what_the_family_knows_stays_in_float32(both):
 
 def test_leaving_a_target_out_keeps_the_other_s_engines(both):
     said = call("--target", "cpu")
-    assert "stale: tensorrt-rtx" in said.stdout
+    assert "stale: tensorrt-rtx: no longer built" in said.stdout.splitlines()
     assert "made" not in said.stdout
     assert list(Bundle.open(both.path).manifest.engines) == ["onnxruntime"]
+    assert "stale: tensorrt-rtx: new" in call(*BOTH).stdout.splitlines()
 
 
 def test_what_this_machine_can_run_is_picked(both):

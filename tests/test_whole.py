@@ -1,11 +1,13 @@
 """Folders that are whole or absent, also where they are reached through links."""
 
 import errno
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from trtdiff.errors import StorageError
+from trtdiff.errors import BuildError, StorageError
 from trtdiff.whole import locked, replaced_folder
 
 
@@ -51,3 +53,40 @@ def test_a_failure_to_read_something_else_is_not_a_failure_to_write(tmp_path):
     with pytest.raises(FileNotFoundError), replaced_folder(tmp_path / "place"):
         (tmp_path / "source").read_text()
     assert not (tmp_path / "place").exists()
+
+
+def test_a_wait_for_the_lock_can_be_ended(tmp_path):
+    said, ended, stop = [], [], threading.Event()
+
+    def wait():
+        with pytest.raises(BuildError, match="interrupted while waiting"), locked(place, said.append, stop):
+            raise AssertionError("somebody else holds it")
+        ended.append(True)
+
+    place = tmp_path / "place"
+    with locked(place, said.append):
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        while not said:
+            time.sleep(0.01)
+        stop.set()
+        waiter.join(10)
+    assert ended == [True]
+    assert said[0].startswith("somebody else is making")
+
+
+def test_a_wait_for_the_lock_ends_when_it_is_free(tmp_path):
+    said, got, stop = [], [], threading.Event()
+
+    def wait():
+        with locked(tmp_path / "place", said.append, stop):
+            got.append(True)
+
+    with locked(tmp_path / "place", said.append):
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        while not said:
+            time.sleep(0.01)
+        assert not got
+    waiter.join(10)
+    assert got == [True]

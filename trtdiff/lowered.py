@@ -1,4 +1,4 @@
-"""Write a lowered graph: the ONNX file, and beside it its weights in one safetensors file, a tensor at a time.
+"""Read an exported graph, and write a lowered one: its ONNX file and, a tensor at a time, a file of its weights.
 
 Runtimes map that file; its data begin at a page boundary. Where no pass touched any weight, the file is copied whole.
 Small tensors (shapes, axes, scalars) stay in the graph, where shape inference sees them.
@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from trtdiff.digest import file_digest, remember
-from trtdiff.errors import BuildError
+from trtdiff.errors import BuildError, MissingDependency
 from trtdiff.files import copy_file
 
 if TYPE_CHECKING:
@@ -32,6 +32,18 @@ _TYPES = {
     "FLOAT8E5M2": "F8_E5M2", "INT8": "I8", "INT16": "I16", "INT32": "I32", "INT64": "I64", "UINT8": "U8",
     "UINT16": "U16", "UINT32": "U32", "UINT64": "U64",
 }  # fmt: skip
+
+
+def read_graph(graph: Path) -> "ir.Model":
+    """Read an exported graph; its weights stay where they are. Raises BuildError, MissingDependency."""
+    try:
+        import onnx_ir as ir
+    except ImportError:
+        raise MissingDependency("reading a graph needs onnx-ir", hint="pip install 'trtdiff[compile]'") from None
+    try:
+        return ir.load(graph)
+    except Exception as error:  # protobuf and onnx-ir raise classes of their own for a damaged file
+        raise BuildError(f"the graph cannot be read: {error}", where=str(graph), hint="export again") from error
 
 
 def write_graph(model: "ir.Model", folder: Path, *, progress: Callable[[int, int], None] | None = None) -> Path:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trtdiff.backends import backend as backend_named
 from trtdiff.backends.options import BuilderOptions
 from trtdiff.errors import BuildError, MissingDependency, TrtdiffError, UsageError
-from trtdiff.lowered import write_graph
+from trtdiff.lowered import read_graph, write_graph
 from trtdiff.passes.half_types import Half
 from trtdiff.types import DimRange, ShapeProfile
 
@@ -49,7 +49,7 @@ def build_engine(
     A half precision's float32 islands are `islands` (module pattern → reason), what the file `ranges` shows, and what
     `mark_islands` keeps in any case; the result has them as `realised["islands"]`.
     """
-    model = _load(Path(graph))
+    model = read_graph(Path(graph))
     kept = _mark_islands(model, Path(graph), computes_in, islands, ranges)
     for name in passes:
         _apply(name, model, graph)
@@ -93,17 +93,6 @@ def named(place: str) -> Any:
     """Import `module:function`."""
     module, _, function = place.partition(":")
     return getattr(import_module(module), function)
-
-
-def _load(graph: Path) -> "ir.Model":
-    try:
-        import onnx_ir as ir
-    except ImportError:
-        raise MissingDependency("building needs onnx-ir", hint="pip install 'trtdiff[compile]'") from None
-    try:
-        return ir.load(graph)
-    except Exception as error:  # protobuf and onnx-ir raise classes of their own for a damaged file
-        raise BuildError(f"the graph cannot be read: {error}", where=str(graph), hint="export again") from error
 
 
 def _mark_islands(
@@ -156,7 +145,7 @@ def _require_precision(realised: Mapping[str, Any], wanted: str, graph: str) -> 
         return
     found = ", ".join(f"{count} in {dtype}" for dtype, count in arithmetic.items())
     raise BuildError(f"the engine was to compute in {wanted}; of its convolutions and products {found}", where=graph,
-                     hint="keep fewer modules in float32, or ask for the precision that it has")  # fmt: skip
+                     hint="keep fewer modules in float32 (--keep, what the range scan found), or use bf16")  # fmt: skip
 
 
 def _spec(value: "ir.Value") -> dict[str, Any]:

@@ -9,11 +9,12 @@ from typing import Any, Literal, TypeAlias
 
 from trtdiff import worker
 from trtdiff.calibrate.ranges import RANGES_FILE
+from trtdiff.errors import ArtefactError
 from trtdiff.estimate import Needs
-from trtdiff.export.read import check_export
+from trtdiff.export.read import check_export, read_export
 from trtdiff.machine import available_memory, usable_cores
 from trtdiff.manifest import Made
-from trtdiff.plan import BuildPlan, Planned, PlannedEngine, PlannedSamplers
+from trtdiff.plan import BuildPlan, Planned, PlannedEngine, PlannedRanges, PlannedSamplers
 from trtdiff.side_by_side import Job, run_side_by_side
 from trtdiff.store import Entry, Store
 from trtdiff.types import TensorSpec
@@ -122,7 +123,9 @@ class Making:
             self._tell.note(f"warning: the stored {name} is damaged and is made again: {text}")
 
         fresh = self._verify and source is self._store  # what lies in the bundle was read by the survey
-        entry = source.put(planned.spec, make, force=force, fresh=fresh, waiting=self._tell.note, discarding=discarding)
+        entry = source.put(
+            planned.spec, make, force=force, fresh=fresh, waiting=self._tell.note, discarding=discarding, stop=stop
+        )
         took = (entry.manifest.seconds, entry.manifest.peak_memory) if made else (0.0, 0)
         return Done(entry, Piece(planned.place[-1], backend, planned.key, "made" if made else "reused", *took))
 
@@ -131,10 +134,12 @@ class Making:
         outcome = worker.run(
             task, arguments, what=name, timeout=self._timeout, progress=partial(self._tell.progress, name), stop=stop
         )
-        if not isinstance(planned, PlannedSamplers):
-            parts = [planned.component] if isinstance(planned, PlannedEngine) else self._plan.export.components
-            for part in parts:
-                check_export(self._export, {part.graph: part.graph_sha256, **part.weights})
+        if isinstance(planned, PlannedEngine):
+            part = planned.component
+            check_export(self._export, {part.graph: part.graph_sha256, **part.weights})
+        elif isinstance(planned, PlannedRanges) and read_export(self._export) != self._plan.export:
+            raise ArtefactError("the export was replaced while its ranges were scanned", where=str(self._export),
+                                hint="build again")  # fmt: skip
         inputs, outputs = (
             tuple(TensorSpec(spec["name"], spec["dtype"], tuple(spec["dims"])) for spec in outcome.value.get(side, ()))
             for side in ("inputs", "outputs")

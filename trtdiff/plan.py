@@ -19,7 +19,7 @@ from trtdiff.lowering import HALVES, PROLOGUES
 from trtdiff.machine import installed
 from trtdiff.manifest import EngineSpec, RangesSpec, SamplersSpec, as_json, key_of
 from trtdiff.profiles import resolve
-from trtdiff.recipes import PrecisionRecipe, recipe
+from trtdiff.recipes import SCANNED, PrecisionRecipe, recipe
 from trtdiff.types import DimRange, ShapeProfile
 
 CONTRACT = ShapeProfile({"window": DimRange(1, 3, 48), "branches": DimRange(1, 2, 2)})
@@ -27,8 +27,6 @@ CONTRACT = ShapeProfile({"window": DimRange(1, 3, 48), "branches": DimRange(1, 2
 guidance branches."""
 EXACT = "fp32"
 """Precision of a target that lacks the one which another target of the bundle is built in."""
-SCANNED = ("float16",)
-"""Types whose range is small enough to be looked at; bfloat16's is float32's."""
 _PROLOGUE_DIMS = {"denoiser": ("window", "branches"), "vae_decoder": ("window",)}
 _LOWERING_LIBRARIES = ("onnx", "onnx-ir", "ml_dtypes", "numpy")
 _SAMPLERS_LIBRARIES = ("diffusers", "torch", "numpy", "scipy")

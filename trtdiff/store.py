@@ -15,6 +15,7 @@ link, as an attack. Entries may be deleted at any time; the
 next build that wants one makes it again.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,17 +75,19 @@ class Store:
         fresh: bool = False,
         waiting: Callable[[str], None] = lambda text: None,  # noqa: ARG005
         discarding: Callable[[str], None] = lambda text: None,  # noqa: ARG005
+        stop: threading.Event | None = None,
     ) -> Entry:
         """Give the entry of a spec; where there is none, `make` fills a folder and it becomes the entry.
 
         A damaged entry is replaced, after `discarding` has been told what was wrong with it; `force` replaces any;
-        `fresh` reads every byte of one before it is given. `waiting` is told when another process holds the key.
+        `fresh` reads every byte of one before it is given. `waiting` is told when somebody else holds the key,
+        and `stop` ends the wait.
         Raises what `make` raises, and StorageError.
         """
         plain = spec_json(spec)
         key = key_of(plain)
         began = time.time_ns()
-        with locked(self.path / key, waiting):
+        with locked(self.path / key, waiting, stop):
             try:
                 found = self.get(key, fresh=fresh)
             except ArtefactError as error:

@@ -9,21 +9,26 @@ holds the lock removes.
 
 import errno
 import shutil
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from trtdiff.errors import StorageError
+from trtdiff.errors import BuildError, StorageError
 from trtdiff.files import sync_folder, sync_tree
 
+_LOOK = 0.25
+"""Seconds between two looks at `stop`."""
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
 
 
 @contextmanager
-def locked(place: Path, waiting: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock on what stands, or will stand, at `place`; `waiting` is told when another process holds it.
+def locked(place: Path, waiting: Callable[[str], None], stop: threading.Event | None = None) -> Iterator[None]:
+    """Hold the lock on what stands, or will stand, at `place`; `waiting` is told when somebody else holds it.
+
+    Setting `stop`, from another thread, ends the wait with a BuildError.
 
     Lock files stay, in a hidden folder: removing one that somebody waits for would let two in.
     """
@@ -35,8 +40,12 @@ def locked(place: Path, waiting: Callable[[str], None]) -> Iterator[None]:
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            waiting(f"another process is making {place}; waiting for it")
-            lock.acquire()
+            waiting(f"somebody else is making {place}; waiting for it")
+            while not lock.is_locked:
+                if stop is not None and stop.is_set():
+                    raise BuildError(f"interrupted while waiting for {place}") from None
+                with suppress(Timeout):
+                    lock.acquire(timeout=_LOOK)
     try:
         yield
     finally:

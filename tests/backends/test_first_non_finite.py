@@ -37,8 +37,8 @@ def engine(request, tmp_path_factory):
     chosen = backend(request.param)
     if request.param == "rounded":
         half_precision(model, dtype="float16")
-    for name in chosen.passes:
-        named(name)(model)
+    for name, *options in map(str.split, chosen.passes):
+        named(name)(model, **dict(option.split("=") for option in options))
     scratch, out = tmp_path_factory.mktemp("scratch"), tmp_path_factory.mktemp("engine")
     chosen.build(write_graph(model, scratch), ShapeProfile({}), BuilderOptions(), out, lambda done, total: None)
     assert (out / "weights.safetensors").stat().st_size > 300_000
@@ -93,3 +93,15 @@ def test_a_session_that_cannot_look_inside_says_so():
 
     assert not isinstance(Blind(), LooksInside)
     assert first_non_finite(Blind(), {}) == "this backend cannot say in which layer first"
+
+
+def test_a_failure_to_look_inside_does_not_take_the_place_of_what_it_explains():
+    class Small:
+        def first_non_finite(self, feeds):
+            raise RuntimeError("bad allocation")
+
+        def run(self, feeds):
+            return dict(feeds)
+
+    assert isinstance(Small(), LooksInside)
+    assert first_non_finite(Small(), {}) == "in which layer first is not known: looking for it failed (bad allocation)"

@@ -71,7 +71,8 @@ def test_no_driver_or_no_gpu_says_so_and_what_to_do(load, reason):
 
 def test_the_toolchain_is_the_version_and_the_gpu(on_a_gpu):
     tools = target_backend("tensorrt").toolchain()
-    assert (tools.version, tools.device, tools.details) == (VERSION, "sm89", {"gpu": "NVIDIA L4"})
+    details = {"gpu": "NVIDIA L4", "packages": f"tensorrt-cu13 {VERSION}"}  # CUDA 12's and 13's are other libraries
+    assert (tools.version, tools.device, tools.details) == (VERSION, "sm89", details)
     assert target_backend("tensorrt:sm89").toolchain() == tools
     with pytest.raises(UsageError, match="not sm90") as caught:
         target_backend("tensorrt:sm90").toolchain()

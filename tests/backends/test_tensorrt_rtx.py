@@ -6,7 +6,7 @@ import resource
 import onnx
 import pytest
 
-from trtdiff.backends import backend, gpu
+from trtdiff.backends import backend, gpu, tensorrt_builder
 from trtdiff.backends.options import BuilderOptions
 from trtdiff.backends.tensorrt_builder import PLAN, apply_options
 from trtdiff.backends.tensorrt_layers import read_layers_file
@@ -156,7 +156,7 @@ FAILURES = {
     "small heads": (
         ATTENTION.replace("DTYPE", "float16").replace("HEAD", "8"), "sm89",
         "node Attention net/Attention; module blocks.1; inputs a: float16[batch, 2, 64, 8]",
-        "dedicated kernel", "heads of 16",
+        "dedicated kernel", "head size",
     ),
     "mixed types": (
         PAIR.replace("B b", "float[batch, 16] b").replace("OP", "Concat <axis = 1>"), "sm89",
@@ -189,13 +189,23 @@ FAILURES = {
 
 
 @pytest.mark.parametrize(("text", "device", "where", "message", "hint"), FAILURES.values(), ids=FAILURES)
-def test_a_failure_names_its_node_module_types_and_way_out(tmp_path, text, device, where, message, hint):
+def test_a_failure_names_its_node_module_types_and_way_out(tmp_path, monkeypatch, text, device, where, message, hint):
+    if "kernel" in message:  # as with a version that cannot decompose attention
+        monkeypatch.setattr(tensorrt_builder, "mark_decomposable", lambda network: 0)
     with pytest.raises(BuildError) as caught:
         build(tmp_path, text, device)
     assert where in caught.value.where
     assert message in caught.value.message
     assert hint in caught.value.hint
     assert "cudaError" not in caught.value.message  # the missing driver is not what is wrong
+
+
+@pytest.mark.parametrize("failure", ["float32 attention", "small heads"])
+def test_attention_without_a_kernel_is_built_in_parts(tmp_path, failure):
+    """Where a pass has not decomposed it: the library may."""
+    text, device, *_ = FAILURES[failure]
+    build(tmp_path, text, device)
+    assert (tmp_path / "engine" / PLAN).stat().st_size > 0
 
 
 @pytest.mark.parametrize("content", [b"no graph at all" * 100, b""], ids=["garbage", "empty"])

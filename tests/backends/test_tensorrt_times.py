@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from trtdiff.backends.timing_cache import HEADER, Key, keep_times, read_times, use_times, write_times
-from trtdiff.errors import ArtefactError
+from trtdiff.errors import ArtefactError, StorageError
 
 L4 = Key("NVIDIA L4", "sm89", "10.13.0.35")
 H200 = Key("NVIDIA H200", "sm90", "10.13.0.35")
@@ -110,3 +110,9 @@ def test_a_damaged_or_foreign_file_is_refused_and_left_alone(tmp_path, damage, r
         use_times(Config(), path, L4)
     assert str(path) in caught.value.where
     assert path.read_bytes() == damaged
+
+
+def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_measured(tmp_path):
+    (tmp_path / "times").write_text("a file, no folder")
+    with pytest.raises(StorageError, match="cannot write"):
+        use_times(Config(), tmp_path / "times/cache", L4)

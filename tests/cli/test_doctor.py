@@ -51,3 +51,16 @@ def test_the_extra_to_install_is_printed_with_its_brackets(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else "1.0")
     assert run(["doctor"]) == 0
     assert "trtdiff[compile]" in capsys.readouterr().out
+
+
+def test_fp16_without_what_its_scan_runs_on_says_how_to_go_on(monkeypatch):
+    from trtdiff.backends.onnxruntime import OnnxRuntime
+    from trtdiff.errors import MissingDependency
+
+    def missing(self):
+        raise MissingDependency("onnxruntime is not installed", hint="pip install 'trtdiff[cpu]'")
+
+    monkeypatch.setattr(OnnxRuntime, "toolchain", missing)
+    found = diagnose().can
+    assert found["build --target rtx"].startswith("yes, with --no-range-scan: onnxruntime is not installed")
+    assert found["build --target cpu"].startswith("no: onnxruntime is not installed")

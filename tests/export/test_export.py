@@ -261,7 +261,7 @@ def test_a_second_export_waits_for_the_first_and_says_so(tiny_checkpoint, copied
     export_checkpoint(
         Checkpoint.open(str(tiny_checkpoint)), copied, components=["text_encoder"], check=False, reporter=hearer
     )
-    assert hearer.said.startswith("another process is making")
+    assert hearer.said.startswith("somebody else is making")
 
 
 def test_a_folder_that_is_no_export_is_left_alone(tiny_checkpoint, tmp_path):

@@ -15,4 +15,6 @@ def first_non_finite(session: Session, feeds: Mapping[str, Array]) -> str:
         place = session.first_non_finite(feeds)
     except MissingDependency as error:
         return f"in which layer first is not known: {error.message} ({error.hint})"
+    except Exception as error:  # noqa: BLE001 - it explains another error, and must not take its place
+        return f"in which layer first is not known: looking for it failed ({error})"
     return "in no layer when it is run again" if place is None else f"first in {place}"

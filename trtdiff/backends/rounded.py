@@ -1,7 +1,7 @@
 """What fp16 and bf16 engines compute, shown on any CPU: every value rounded to its type, in ONNX Runtime.
 
-Not for speed. The graph is the one that a GPU's compiler gets, its half values made visible by `round_values`, and run
-without graph optimizations, which would take the roundings out.
+Not for speed. The graph is the one that TensorRT for RTX gets, attention that has no fused kernel decomposed as there,
+its half values made visible by `round_values`, and run without graph optimizations, which would take the roundings out.
 """
 
 from typing import Any
@@ -14,7 +14,12 @@ class Rounded(OnnxRuntime):
 
     name = "rounded"
     target = "rounded"
-    passes = ("trtdiff.passes.round_values:round_values", *OnnxRuntime.passes)
+    passes = (
+        "trtdiff.passes.decompose_attention:decompose_attention target=rtx",
+        "trtdiff.passes.round_values:round_values",
+        *OnnxRuntime.passes,
+    )
+    fuses_attention = False  # heads that no GPU's kernel fits are decomposed as they are there
     precisions = ("fp16", "bf16")
 
     def _options(self, ort: Any, threads: int) -> Any:

@@ -49,7 +49,8 @@ class TensorRt:
         Raises MissingDependency for no library or no GPU, UsageError for another GPU than was asked for.
         """
         gpu = self._gpu()
-        return Toolchain(self.name, _version(), gpu.capability, {"gpu": gpu.name})
+        packages = " ".join(f"{name} {version}" for name, version in installed(DISTRIBUTIONS).items())
+        return Toolchain(self.name, _version(), gpu.capability, {"gpu": gpu.name, "packages": packages})
 
     def memory(self, weights: int) -> int:
         """Estimate the peak bytes of `build` as for TensorRT for RTX; not measured on a GPU."""

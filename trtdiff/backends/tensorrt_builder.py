@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from trtdiff.backends.attention import mark_decomposable
 from trtdiff.backends.mapped_files import dropping_pages
 from trtdiff.backends.options import BuilderOptions, flag
 from trtdiff.backends.tensorrt_failures import Graph, failed, refused
@@ -26,7 +27,7 @@ from trtdiff.backends.tensorrt_layers import (
 )
 from trtdiff.backends.tensorrt_progress import Told, monitor
 from trtdiff.backends.timing_cache import Key, keep_times, use_times
-from trtdiff.errors import StorageError, UsageError
+from trtdiff.errors import StorageError, TrtdiffError, UsageError
 from trtdiff.types import ShapeProfile, dim_value
 
 PLAN = "engine.plan"
@@ -83,6 +84,7 @@ def compile_graph(
         raise refused(graph, [parser.get_error(index) for index in range(parser.num_errors)], log.errors)
     if not network.num_outputs:  # an empty file parses as an empty graph
         raise refused(graph, [], log.errors)
+    mark_decomposable(network)
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     config.clear_flag(trt.BuilderFlag.TF32)  # float32 islands are there for their precision
@@ -107,7 +109,10 @@ def compile_graph(
         raise failed(graph, log.errors)
     told.finish()
     if options.timing_cache is not None and times is not None:
-        keep_times(config, measured, options.timing_cache, times)
+        try:
+            keep_times(config, measured, options.timing_cache, times)
+        except TrtdiffError as error:  # the engine is there, and costs more than the times
+            log.warnings.append(f"the measured times were not kept: {error.message} ({error.where})")
     layers = with_modules(log.layers or _inspected(trt, logger, out / PLAN), Graph(graph).modules)
     if layers:
         write_layers_file(out, layers)

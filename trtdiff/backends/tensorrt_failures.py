@@ -25,8 +25,8 @@ _NO_KERNEL = "not supported by a dedicated kernel"
 _NO_CAUSE = "it gives no reason"
 
 HINTS = {
-    _NO_KERNEL: "attention has kernels for fp16 and bf16, and heads of 16 numbers or more: build in one of these, or "
-    "have `Attention` decomposed",
+    _NO_KERNEL: "this version has attention kernels for fp16 and bf16 alone, and not for every head size: build in one "
+    "of these, or with a version that may decompose attention",
     r"must (?:all )?(?:be of the|have) same (?:input )?type|first input has type": "its inputs were left in different "
     "types: please report the node and the precision",
     "WeightsContext|Failed to import initializer": "export again: the graph's weights are not what it says",
@@ -121,11 +121,6 @@ class Graph:
 
     def _value(self, name: str) -> str:
         return f"{name}: {self.types[name]}" if name in self.types else name
-
-
-def describe_node(graph: Path, name: str, operator: str) -> str:
-    """Give a node of a file in words, as `Graph.describe`."""
-    return Graph(graph).describe(name, operator)
 
 
 def refused(path: Path, errors: Sequence[Any], said: Sequence[str]) -> BuildError:

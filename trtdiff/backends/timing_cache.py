@@ -98,9 +98,13 @@ def write_times(path: Path, times: Mapping[Key, bytes]) -> None:
 def use_times(config: Any, path: Path, key: Key) -> Any:
     """Give a builder's config the times of this key, or an empty cache to fill. Returns the library's cache.
 
-    Raises ArtefactError where the library does not take its own bytes back.
+    Raises ArtefactError where the library does not take its own bytes back, and StorageError for a file that cannot be
+    written: now, not after minutes of measuring.
     """
-    return _opened(config, read_times(path), path, key)
+    with locked(path, lambda text: None):  # noqa: ARG005 - held for milliseconds
+        times = read_times(path)
+        write_times(path, times)
+    return _opened(config, times, path, key)
 
 
 def keep_times(config: Any, cache: Any, path: Path, key: Key) -> None:

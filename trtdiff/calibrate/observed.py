@@ -9,9 +9,8 @@ import numpy as np
 from trtdiff.backends.onnxruntime import OnnxRuntime
 from trtdiff.backends.options import BuilderOptions
 from trtdiff.calibrate.ranges import ValueRange
-from trtdiff.errors import ArtefactError, MissingDependency
 from trtdiff.loop import NonFiniteError
-from trtdiff.lowered import write_graph
+from trtdiff.lowered import read_graph, write_graph
 from trtdiff.passes.observe import observe
 from trtdiff.passes.statistics import STATISTICS, amax
 from trtdiff.passes.widen_weights import widen_weights
@@ -48,7 +47,7 @@ class Observed:
         """
         from trtdiff.lowering import named
 
-        model = _load(graph)
+        model = read_graph(graph)
         self._component, self._after = component, after
         self._places: tuple[Place, ...] = observe(model)
         backend = _Observing()
@@ -100,14 +99,3 @@ class Observed:
 
 def _rounded(number: float) -> float:
     return float(f"{number:.{DIGITS}g}")
-
-
-def _load(graph: Path) -> Any:
-    try:
-        import onnx_ir as ir
-    except ImportError:
-        raise MissingDependency("scanning ranges needs onnx-ir", hint="pip install 'trtdiff[compile]'") from None
-    try:
-        return ir.load(graph)
-    except Exception as error:  # protobuf and onnx-ir raise classes of their own for a damaged file
-        raise ArtefactError(f"the graph cannot be read: {error}", where=str(graph), hint="export again") from error

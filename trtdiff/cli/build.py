@@ -163,10 +163,15 @@ def _said_targets(targets: tuple[str, ...], precision: str | None) -> tuple[str,
 
 def _why(survey: "Survey", out: Path, *, force: bool) -> Iterator[str]:
     """Say why there is something to do."""
+    from trtdiff.manifest import ABSENT
+
     if survey.problem:
         yield f"{out}: {survey.problem}"
     same: dict[tuple[str, str, str], list[str]] = {}
     for path, old, new in survey.changes:
+        if isinstance(old, dict) or isinstance(new, dict):  # all engines of a backend, or all of an engine
+            yield f"stale: {path}: {'new' if old == ABSENT else 'no longer built' if new == ABSENT else 'changed'}"
+            continue
         piece, field = _piece_and_field(path, survey)
         same.setdefault((field or piece, _shown(old), _shown(new)), []).append(piece)
     for (field, before, now), pieces in same.items():

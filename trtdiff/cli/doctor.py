@@ -19,6 +19,10 @@ from trtdiff.backends import BACKENDS, TARGETS, backend
 from trtdiff.cli.options import HELP, console, json_option
 from trtdiff.errors import MissingDependency
 from trtdiff.machine import available_memory, physical_cores
+from trtdiff.recipes import SCANNED, recipe
+
+SCANNER = "onnxruntime"
+"""The backend that range scans run on."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,12 @@ def _abilities(compiler: tuple[Library, ...]) -> dict[str, str]:
     missing["check"] = "; ".join(
         filter(None, [tracing, "" if "" in running.values() else next(iter(running.values()))])
     )
-    return {verb: f"no: {text}" if text else "yes" for verb, text in missing.items()}
+    answers = {verb: f"no: {text}" if text else "yes" for verb, text in missing.items()}
+    for target, name in TARGETS.items():
+        scans = recipe(backend(name).precisions[0]).computes_in in SCANNED
+        if scans and answers[f"build --target {target}"] == "yes" and building[SCANNER]:
+            answers[f"build --target {target}"] = f"yes, with --no-range-scan: {building[SCANNER]}"
+    return answers
 
 
 def _missing_for(name: str) -> str:

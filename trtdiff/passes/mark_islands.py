@@ -1,6 +1,6 @@
 """Decide which nodes stay in float32 where the rest of a graph goes to 16 bits, and write down why.
 
-1. Modules that a recipe or a user names stay.
+1. Modules that a family or a user names stay.
 2. A value that was measured and that the type cannot hold is never held in it: the node that makes it and all that read
    it stay. It cannot, where twice its largest magnitude is beyond the type's end (the factor is room for prompts that
    were not measured), or where its root mean square is so small that rounding loses it (`Limits.least_rms`).

@@ -9,6 +9,9 @@ __all__ = ["RECIPES", "PrecisionRecipe", "recipe"]
 RECIPES: dict[str, PrecisionRecipe] = {found.name: found for found in (fp32.RECIPE, half.FP16, half.BF16)}
 """Name → recipe; the word after `--precision`."""
 
+SCANNED = ("float16",)
+"""Types whose range is small enough to be looked at before a build; bfloat16's is float32's."""
+
 
 def recipe(name: str) -> PrecisionRecipe:
     """Give the recipe of that name."""

@@ -19,10 +19,6 @@ class PrecisionRecipe:
     """`module:function` of each pass, with options behind it (`… dtype=float16`); the sampler prologue comes after."""
     tolerance: Tolerance
     """How far results may be from PyTorch's, computed in float32 from the same weights."""
-    calibration: str | None = None
-    """Method of the calibration it needs."""
-    kept_high: tuple[str, ...] = ()
-    """Modules of the checkpoint, as patterns, that stay in the higher precision."""
 
     def content(self) -> Mapping[str, Any]:
         """Give what determines engines."""
@@ -30,6 +26,4 @@ class PrecisionRecipe:
             "name": self.name,
             "computes_in": self.computes_in,
             "passes": self.passes,
-            "calibration": self.calibration,
-            "kept_high": self.kept_high,
         }
