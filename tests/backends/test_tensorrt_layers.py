@@ -73,3 +73,5 @@ def test_arithmetic_in_another_type_is_listed_with_its_modules():
 
 def test_no_list_of_layers_is_said_to_prove_nothing():
     assert summed_up([]) == {"layers": "not verified: the compiler listed none"}
+    assert summed_up([COPY])["precision"].startswith("not verified")
+    assert "precision" not in summed_up([CONV])

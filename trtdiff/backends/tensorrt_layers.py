@@ -112,7 +112,9 @@ def summed_up(layers: Sequence[Layer]) -> dict[str, Any]:
     working = [layer for layer in layers if layer.computes and layer.reads]
     arithmetic = Counter(layer.reads for layer in working).most_common()
     others = [layer for layer in working if layer.reads != arithmetic[0][0]]
+    unknown = {} if working else {"precision": "not verified: no layer that multiplies was listed"}
     return {
+        **unknown,
         "layers": len(layers),
         "types": dict(Counter(layer.writes for layer in layers if layer.writes).most_common()),
         "arithmetic": dict(arithmetic),

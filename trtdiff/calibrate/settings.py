@@ -40,8 +40,8 @@ _FLOPS = 0.2
 
 SD1.5 at 512 by 512: 0.70e12 instead of the 0.68e12 that the UNet takes, 2.6e12 instead of the VAE decoder's 2.5e12.
 """
-_RATE = 5e10
-"""Operations a second of float32 on two cores."""
+_RATE = 1.5e11
+"""Operations a second of float32 on two cores (measured: a scan of SD1.5 at 512 by 512 takes 200 s)."""
 _VAE = ("vae_decoder", "vae_encoder")
 
 
