@@ -1,6 +1,7 @@
 """Read an exported graph, and write a lowered one: its ONNX file and, a tensor at a time, a file of its weights.
 
-Runtimes map that file; its data begin at a page boundary. Where no pass touched any weight, the file is copied whole.
+Runtimes map that file; its data begin at a page boundary. Where no pass touched any weight, the file is copied whole,
+or only referred to where the graph is read once and forgotten.
 Small tensors (shapes, axes, scalars) stay in the graph, where shape inference sees them.
 """
 
@@ -8,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -46,10 +48,13 @@ def read_graph(graph: Path) -> "ir.Model":
         raise BuildError(f"the graph cannot be read: {error}", where=str(graph), hint="export again") from error
 
 
-def write_graph(model: "ir.Model", folder: Path, *, progress: Callable[[int, int], None] | None = None) -> Path:
+def write_graph(
+    model: "ir.Model", folder: Path, *, keep: bool = True, progress: Callable[[int, int], None] | None = None
+) -> Path:
     """Write `model` into the empty `folder`; afterwards its weights refer to the new file. Returns the ONNX file.
 
-    `progress(done, total)` counts bytes of weights.
+    What is not to `keep` is read once and forgotten: it is not synced to the disk, and weights that no pass touched are
+    a symbolic link to where they lie. `progress(done, total)` counts bytes of weights.
     """
     import onnx_ir as ir
 
@@ -62,7 +67,7 @@ def write_graph(model: "ir.Model", folder: Path, *, progress: Callable[[int, int
             value.const_value = ir.Tensor(tensor.numpy().copy(), name=value.name, dtype=tensor.dtype)
     target = folder / WEIGHTS
     if values:
-        offsets = _copy_whole(values, target) or _write(values, target, progress)
+        offsets = _whole(values, target, keep=keep) or _write(values, target, keep=keep, progress=progress)
         for value in values:
             tensor = _tensor(value)
             value.const_value = ir.ExternalTensor(
@@ -74,7 +79,9 @@ def write_graph(model: "ir.Model", folder: Path, *, progress: Callable[[int, int
     return graph
 
 
-def _write(values: list["ir.Value"], target: Path, progress: Callable[[int, int], None] | None) -> dict[int, int]:
+def _write(
+    values: list["ir.Value"], target: Path, *, keep: bool, progress: Callable[[int, int], None] | None
+) -> dict[int, int]:
     header: dict[str, Any] = {}
     end = 0
     for value in values:
@@ -98,12 +105,15 @@ def _write(values: list["ir.Value"], target: Path, progress: Callable[[int, int]
         for value in values:
             for piece in _pieces(_tensor(value)):
                 file.write(piece)
-                hasher.update(piece)
+                if keep:
+                    hasher.update(piece)
             if progress is not None:
                 progress(header[str(value.name)]["data_offsets"][1], end)
-        file.flush()
-        os.fsync(file.fileno())
-    remember(target, hasher.hexdigest())
+        if keep:
+            file.flush()
+            os.fsync(file.fileno())
+    if keep:
+        remember(target, hasher.hexdigest())
     return {id(value): start + header[str(value.name)]["data_offsets"][0] for value in values}
 
 
@@ -128,8 +138,8 @@ def _read(file: IO[bytes], offset: int, left: int) -> Iterator[bytes]:
         yield piece
 
 
-def _copy_whole(values: list["ir.Value"], target: Path) -> dict[int, int] | None:
-    """Copy the weight file as it is, where all weights are in one and no pass has touched them; else None."""
+def _whole(values: list["ir.Value"], target: Path, *, keep: bool) -> dict[int, int] | None:
+    """Take the weight file as it is, where all weights are in one and no pass has touched them; else None."""
     import onnx_ir as ir
 
     offsets, files, used, end = {}, set(), 0, 0
@@ -147,6 +157,10 @@ def _copy_whole(values: list["ir.Value"], target: Path) -> dict[int, int] | None
         return None
     if end > size:
         raise _too_short(source)
+    if not keep:
+        with suppress(OSError):  # Windows gives the right to link to few
+            target.symlink_to(source.resolve())
+            return offsets
     copy_file(source, target, sha256=file_digest(source))
     return offsets
 

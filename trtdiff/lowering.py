@@ -56,9 +56,10 @@ def build_engine(
     scratch, engine = Path(out, "lowered"), Path(out, "engine")
     scratch.mkdir()
     engine.mkdir()
-    written = write_graph(model, scratch, progress=progress)
+    compiler = backend_named(backend, device)
+    written = write_graph(model, scratch, keep=compiler.keeps_graph, progress=progress)
     sizes = ShapeProfile({name: DimRange.parse(span) for name, span in profile.items()})
-    realised = backend_named(backend, device).build(written, sizes, BuilderOptions.of(options), engine, progress)
+    realised = compiler.build(written, sizes, BuilderOptions.of(options), engine, progress)
     _require_precision(realised, computes_in, graph)
     for leftover in scratch.iterdir():
         leftover.unlink()

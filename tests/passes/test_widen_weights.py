@@ -123,6 +123,26 @@ def test_untouched_weights_are_copied_whole(tmp_path):
     assert outputs(tmp_path / "out", x).shape == (4, 400)
 
 
+def test_what_is_read_once_refers_to_weights_that_no_pass_touched(tmp_path):
+    model = model_of(tmp_path / "export", {"w": random(4, 400, dtype=np.float32)}, cast=False)
+    (tmp_path / "out").mkdir()
+    write_graph(model, tmp_path / "out", keep=False)
+    weights = tmp_path / "out/weights.safetensors"
+    assert weights.is_symlink()
+    assert weights.resolve() == (tmp_path / "export/weights.safetensors").resolve()
+
+
+def test_what_is_read_once_has_the_weights_that_a_pass_changed(tmp_path):
+    for keep in (True, False):
+        model = model_of(tmp_path / f"export {keep}", {"w": random(4, 400)})
+        widen_weights(model)
+        (tmp_path / str(keep)).mkdir()
+        write_graph(model, tmp_path / str(keep), keep=keep)
+    once, kept = (tmp_path / f"{keep}/weights.safetensors" for keep in (False, True))
+    assert not once.is_symlink()
+    assert once.read_bytes() == kept.read_bytes()
+
+
 def test_peak_memory_is_a_few_copies_of_one_tensor(tmp_path):
     import tracemalloc
 

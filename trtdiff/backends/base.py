@@ -98,6 +98,8 @@ class Backend(Protocol):
 
     fuses_attention: bool
     """Whether its engines compute attention without ever holding the whole matrix of scores."""
+    keeps_graph: bool
+    """Whether its engines hold the graph that `build` is given, and its weights; else those are read and forgotten."""
 
     def toolchain(self) -> Toolchain:
         """Versions and device; raises MissingDependency naming the extra where the library is not installed.
@@ -119,9 +121,10 @@ class Backend(Protocol):
     ) -> Mapping[str, Any]:
         """Compile the ONNX file `graph` into files in the empty folder `out`; runs in a worker process.
 
-        The folder of `graph` holds it and its weights and nothing else; it is scratch on the same file system as `out`,
-        so files may be moved out of it. `profile` has a range for every symbolic dimension of the graph's inputs.
-        Returns what the compiler realised (types by layer where it tells), for the manifest. Raises BuildError.
+        The folder of `graph` holds it and its weights and nothing else; where `keeps_graph`, it is scratch on the same
+        file system as `out`, and its files may be moved out of it. `profile` has a range for every symbolic dimension
+        of the graph's inputs. Returns what the compiler realised (types by layer where it tells), for the manifest.
+        Raises BuildError.
         """
 
     def runnable(self) -> str:

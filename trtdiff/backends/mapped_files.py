@@ -6,14 +6,15 @@ more comes back from the file.
 """
 
 import ctypes
+import mmap
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_INTERVAL = 0.2
-"""Seconds between two looks; a disk reads a few hundred megabytes in that time."""
+_INTERVAL = 0.5
+"""Seconds between two looks. Twice as often drops no more."""
 _MADV_PAGEOUT = 21
 """Advice of Linux 5.4 and later: write out what is dirty, then drop. Should a mapping be gone, and its addresses be
 somebody's memory by now, that memory is safe, which MADV_DONTNEED would clear. As fast, and as much is dropped."""
@@ -21,7 +22,7 @@ somebody's memory by now, that memory is safe, which MADV_DONTNEED would clear. 
 
 @contextmanager
 def dropping_pages(folder: Path, read: Callable[[int], None]) -> Iterator[None]:
-    """While the body runs, drop what this process has mapped of the files of a folder, again and again (Linux).
+    """While the body runs, drop what this process has mapped of the files in a folder, again and again (Linux).
 
     `read` is told, in another thread, how many bytes were dropped in all: about what was read so far.
     """
@@ -46,16 +47,21 @@ def dropping_pages(folder: Path, read: Callable[[int], None]) -> Iterator[None]:
 
 
 def drop_pages(folder: Path) -> int:
-    """Drop once; how many bytes were in memory. Only mappings that cannot be written: none lose anything."""
-    library, prefix, dropped = ctypes.CDLL(None), f"{folder.resolve()}/", 0
-    begin = end = 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, *rest = line.split(maxsplit=5)
-        if not first.endswith(":"):
-            ours = len(rest) == 5 and rest[4].startswith(prefix) and "w" not in rest[0]
-            begin, end = (int(address, 16) for address in first.split("-")) if ours else (0, 0)
-        elif first == "Rss:" and end:
-            size = 1024 * int(rest[0])
-            if size and not library.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_PAGEOUT):
-                dropped += size
-    return dropped
+    """Drop once; about how many bytes were in memory. Only mappings that cannot be written: none lose anything.
+
+    Asking each mapping how much of it is in memory (`smaps`) takes a tenth of a build's time; the whole process's
+    count, before and after, takes none.
+    """
+    library, before = ctypes.CDLL(None), _mapped()
+    files = {str(file.resolve()) for file in folder.iterdir()}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, rights, *rest = line.split(maxsplit=5)
+        if len(rest) == 4 and rest[3] in files and "w" not in rights:
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            library.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_PAGEOUT)
+    return max(0, before - _mapped())
+
+
+def _mapped() -> int:
+    """Bytes of files that this process has in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[2]) * mmap.PAGESIZE

@@ -40,6 +40,7 @@ class OnnxRuntime:
     precisions: tuple[str, ...] = ("fp32",)
     sums = "matmul"
     fuses_attention = True  # by `cpu_forms`: one operator that works on blocks of rows
+    keeps_graph = True
     passes: tuple[str, ...] = (
         "trtdiff.passes.transpose_weights:transpose_weights",
         "trtdiff.passes.cpu_forms:cpu_forms",

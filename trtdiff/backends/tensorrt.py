@@ -33,6 +33,7 @@ class TensorRt:
     precisions = ("fp16", "bf16")
     sums = "reduce"
     fuses_attention = True
+    keeps_graph = False
 
     def __init__(self, device: str = "") -> None:
         """`device` may name the compute capability of this machine's GPU, to be sure of it: `sm89`."""

@@ -43,6 +43,7 @@ class TensorRtRtx:
     precisions = ("fp16", "bf16")
     sums = "reduce"
     fuses_attention = True
+    keeps_graph = False
 
     def __init__(self, device: str = "") -> None:
         """`device` lists compute capabilities, `sm86,sm89`; empty or `portable`: none in particular.
