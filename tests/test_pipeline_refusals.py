@@ -8,8 +8,7 @@ import pytest
 
 import trtdiff
 from trtdiff.backends.onnxruntime import OnnxRuntime
-from trtdiff.errors import ArtefactError, MissingDependency, ProfileError, UsageError
-from trtdiff.loop import NonFiniteError
+from trtdiff.errors import ArtefactError, MissingDependency, NonFiniteError, ProfileError, UsageError
 
 PROMPTS = ["a red cat", "the large green ship"]
 

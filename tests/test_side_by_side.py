@@ -98,3 +98,26 @@ def test_an_interrupt_stops_what_runs(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run_side_by_side([Job("patient", patient, 1, 1)], memory=1, at_once=1)
     assert stopped.is_set()
+
+
+def test_an_error_is_told_at_once_with_what_still_runs():
+    watch, told, both = Watch(), [], threading.Barrier(2)
+    over = threading.Event()
+
+    def slow(stop):
+        both.wait(10)
+        assert over.wait(10)
+
+    def failing(stop):
+        both.wait(10)
+        raise RuntimeError("first")
+
+    def failed(error, running):
+        told.append((str(error), running))
+        over.set()
+
+    jobs = [Job("slow", slow, 1, 1.0), Job("failing", failing, 1, 1.0), watch.job("never", 1, seconds=0.1)]
+    with pytest.raises(RuntimeError, match="first"):
+        run_side_by_side(jobs, memory=2, at_once=2, failed=failed)
+    assert told == [("first", ["slow"])]
+    assert not watch.order

@@ -131,6 +131,10 @@ def test_a_machine_that_runs_none_of_them_says_why_for_each(both, monkeypatch):
         (["--target", "cpu", "--keep", "mid_block.*"], "everything stays in float32", "leave --keep out"),
         (["--target", "rtx", "--keep", "unet:mid_block.*"], "there is no component 'unet'", "denoiser"),
         (["--target", "rtx", "--keep", "denoiser:"], "names no modules", "denoiser:mid_block"),
+        (["--target", "rtx", "--keep", "time_porj", "--dry-run"], "no module matches time_porj", "time_proj"),
+        (["--target", "rtx:sm89,sm99", "--dry-run"], "does not build for sm99, only for .*sm89", "leave that GPU out"),
+        (["--target", "rtx:sm75", "--precision", "bf16", "--dry-run"], "sm75 has no bfloat16", "another --precision"),
+        (["--target", "rtx:sm89,", "--dry-run"], "'' is not a compute capability", "rtx:sm89"),
     ],
 )
 def test_what_cannot_be_had(workspace, arguments, says, hint):
@@ -138,6 +142,24 @@ def test_what_cannot_be_had(workspace, arguments, says, hint):
         call(*arguments)
     assert hint in caught.value.hint
     assert not (workspace / "engines").exists()
+
+
+def test_a_foreign_timing_cache_is_refused_before_anything_is_compiled(workspace, monkeypatch):
+    monkeypatch.setattr(TensorRtRtx, "refusal", lambda self, option: "")
+    (workspace / "times").write_text("somebody else's")
+    with pytest.raises(ArtefactError, match="no timing cache of trtdiff"):
+        call("--target", "rtx", "--no-range-scan", "--timing-cache", "times", "--dry-run")
+
+
+def test_what_the_compiler_leaves_unproven_is_said(workspace, monkeypatch):
+    def doubtful(task, arguments, **_):
+        outcome = in_process(task, arguments)
+        if task == "trtdiff.lowering:build_engine":
+            outcome.value["realised"]["remarks"] = ["nothing is proven"]
+        return outcome
+
+    monkeypatch.setattr(worker, "run", doubtful)
+    assert "warning: denoiser (onnxruntime): nothing is proven" in call("--target", "cpu").stderr
 
 
 def test_what_was_asked_for_is_in_the_key_and_reaches_the_worker():

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from trtdiff import worker
-from trtdiff.errors import ArtefactError, BuildError, MissingDependency, StorageError
+from trtdiff.errors import ArtefactError, BuildError, MissingDependency, StorageError, TrtdiffError
 
 TASKS = """
 import ctypes, os, signal, sys, time
@@ -129,6 +129,22 @@ def test_errors_of_ours_arrive_typed(tasks):
     with pytest.raises(StorageError, match="No space left on device") as caught:
         tasks("full")
     assert caught.value.where == "/a/file"
+
+
+def test_every_error_of_ours_is_where_the_parent_looks_for_it():
+    import pkgutil
+    from importlib import import_module
+
+    import trtdiff
+
+    for module in pkgutil.walk_packages(trtdiff.__path__, "trtdiff."):
+        if not module.name.endswith("__main__"):
+            import_module(module.name)
+    kinds = [TrtdiffError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    assert len(kinds) > 10
+    assert {kind.__module__ for kind in kinds} == {"trtdiff.errors"}
 
 
 def _gone(pidfile, within=10):

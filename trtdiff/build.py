@@ -6,17 +6,19 @@ report = build(…)                           make it; nothing to do is a matter
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import trtdiff
+from trtdiff.backends.timing_cache import read_times
 from trtdiff.bundle import BUNDLE_FILE, BUNDLE_SCHEMA, ENGINES_FOLDER, SAMPLERS_FILE, Bundle, BundleManifest
-from trtdiff.errors import ArtefactError, UsageError
+from trtdiff.errors import ArtefactError, BuildError, UsageError
 from trtdiff.estimate import check_disk, check_memory, engine_needs, needs_of
 from trtdiff.export.read import check_export
 from trtdiff.files import FileFacts, copy_file, facts_of_file, sync_folder
+from trtdiff.lowered import read_graph
 from trtdiff.making import SILENT, Listener, Making, Piece, State
 from trtdiff.manifest import MANIFEST_FILE, differences
 from trtdiff.plan import BuildPlan, Planned, PlannedEngine
@@ -87,7 +89,28 @@ def survey_bundle(
     ):
         there = _in_store(store, plan.ranges.key) and not force
         states.insert(0, (plan.ranges, "in store" if there else "to make"))
+    _check_inputs([planned for planned, made in states if made == "to make"], export)
     return Survey(tuple(_piece(*pair, export, plan) for pair in states), changes, problem)
+
+
+def _check_inputs(pieces: Iterable[Planned], export: Path) -> None:
+    """Refuse at once what a compiler would refuse after minutes: patterns that name no module, a foreign cache."""
+    patterns: dict[str, dict[str, str]] = {}
+    for piece in pieces:
+        if isinstance(piece, PlannedEngine):
+            patterns.setdefault(piece.component.graph, {}).update(piece.spec.islands)
+            if piece.options.timing_cache is not None:
+                read_times(piece.options.timing_cache)
+    for name, wanted in patterns.items():
+        if wanted:
+            from trtdiff.passes.mark_islands import matching
+
+            graph = read_graph(export / name).graph
+            for pattern, reason in wanted.items():
+                try:
+                    matching(graph, pattern)
+                except BuildError as error:
+                    raise UsageError(error.message, where=f"{name}; {reason}", hint=error.hint) from None
 
 
 def _piece(planned: Planned, state: State, export: Path, plan: BuildPlan) -> Piece:

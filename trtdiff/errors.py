@@ -7,6 +7,7 @@
     ├── ExportError              1   a model that could not be traced or whose graph breaks its contract
     ├── SamplerError             1   a scheduler that cannot be compiled into a table
     ├── BuildError               1   a compiler that failed, crashed or ran out of memory
+    ├── NonFiniteError           1   a network that gave NaN or infinity
     ├── StorageError             1   a file that could not be written: disk full, no permission
     ├── ParityError              3   compiled and reference results differ by more than the tolerance
     ├── ArtefactError            4   a file of ours that is damaged, stale, or from another version or machine
@@ -62,6 +63,10 @@ class SamplerError(TrtdiffError):
 
 class BuildError(TrtdiffError):
     """A compiler that failed, crashed or ran out of memory."""
+
+
+class NonFiniteError(TrtdiffError):
+    """A network that gave NaN or infinity; the message says where, and in which picture, first."""
 
 
 class StorageError(TrtdiffError):

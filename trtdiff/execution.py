@@ -15,9 +15,10 @@ from PIL import Image
 from trtdiff import __version__
 from trtdiff.backends.blame import first_non_finite
 from trtdiff.engines import Engines
+from trtdiff.errors import NonFiniteError
 from trtdiff.images import pixel_digest, save_png, to_array, to_images
 from trtdiff.latent_log import ENTRY
-from trtdiff.loop import Finished, NonFiniteError, Start, check_finite, run_on_host, slots_of
+from trtdiff.loop import Finished, Start, check_finite, run_on_host, slots_of
 from trtdiff.machine import peak_memory, this_machine
 from trtdiff.noise import TorchStream
 from trtdiff.receipt import RECEIPT_SCHEMA, PictureFacts, Receipt, SchedulerUse, StageTime

@@ -13,7 +13,7 @@ import numpy as np
 
 from trtdiff.backends.base import Session
 from trtdiff.backends.blame import first_non_finite
-from trtdiff.errors import TrtdiffError, UsageError
+from trtdiff.errors import NonFiniteError, UsageError
 from trtdiff.latent_log import ENTRY, LatentLog, slots_for
 from trtdiff.noise import TorchStream
 from trtdiff.noise_ahead import NoiseAhead
@@ -22,10 +22,6 @@ from trtdiff.types import Array
 
 _ROWS = 32
 """Calls that the arrays of coefficients grow by."""
-
-
-class NonFiniteError(TrtdiffError):
-    """A network gave NaN or infinity; the message says at which step, and in which picture, first."""
 
 
 @dataclass(frozen=True)

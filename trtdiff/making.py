@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 from trtdiff import worker
 from trtdiff.calibrate.ranges import RANGES_FILE
 from trtdiff.errors import ArtefactError
-from trtdiff.estimate import Needs
+from trtdiff.estimate import Needs, needs_of
 from trtdiff.export.read import check_export, read_export
 from trtdiff.machine import available_memory, usable_cores
 from trtdiff.manifest import Made
@@ -95,14 +95,19 @@ class Making:
             wanted.insert(0, plan.ranges)
         jobs = []
         for planned in wanted:
-            needs = expected.get(planned.key) or Needs(0, 0, 0.0)
+            needs = expected.get(planned.key) or needs_of(planned, self._export, plan.export)  # it may be damaged
             source = bundled if planned.key in fresh and isinstance(planned, PlannedEngine) else self._store
             after = isinstance(planned, PlannedEngine) and planned.spec.ranges
             run = partial(self._one, planned, source, force=self._force)
             name = "/".join(planned.place)
             jobs.append(Job(name, run, needs.memory, needs.seconds, after="ranges" if after else ""))
-        done = run_side_by_side(jobs, memory=available_memory(), at_once=usable_cores())
+        done = run_side_by_side(jobs, memory=available_memory(), at_once=usable_cores(), failed=self._failed)
         return {planned.place: done["/".join(planned.place)] for planned in wanted}
+
+    def _failed(self, error: Exception, running: Collection[str]) -> None:
+        """Say it at once, since what runs besides may take an hour; the first error is raised at the end."""
+        if running:
+            self._tell.note(f"error: {error}\n  waiting for {', '.join(running)} to end, which is kept")
 
     def _one(self, planned: Planned, source: Store, stop: threading.Event, *, force: bool = False) -> Done:
         """Get a piece from a store, or make it in a worker."""
@@ -126,6 +131,8 @@ class Making:
         entry = source.put(
             planned.spec, make, force=force, fresh=fresh, waiting=self._tell.note, discarding=discarding, stop=stop
         )
+        for remark in entry.manifest.realised.get("remarks", ()) if made else ():
+            self._tell.note(f"warning: {name}: {remark}")
         took = (entry.manifest.seconds, entry.manifest.peak_memory) if made else (0.0, 0)
         return Done(entry, Piece(planned.place[-1], backend, planned.key, "made" if made else "reused", *took))
 

@@ -191,7 +191,9 @@ def _precisions(asked: str | None, targets: Sequence[str]) -> tuple[dict[str, Pr
         raise UsageError("no target to build for", where="--target", hint=f"known: {', '.join(TARGETS)}")
     _check_once(backends)
     if asked is None:
-        return {target: recipe(backend.precisions[0]) for target, backend in backends.items()}, []
+        named = {target: backend.precisions[0] for target, backend in backends.items()}
+        _check_possible(named, backends)
+        return {target: recipe(precision) for target, precision in named.items()}, []
     chosen = recipe(asked)
     lacking = [target for target, backend in backends.items() if asked not in backend.precisions]
     for target in lacking:
@@ -203,8 +205,17 @@ def _precisions(asked: str | None, targets: Sequence[str]) -> tuple[dict[str, Pr
                 hint=f"for this target: {', '.join(backend.precisions)}; "
                 f"{asked} is built for: {', '.join(able) or 'no target'}"
             )  # fmt: skip
+    _check_possible({target: EXACT if target in lacking else asked for target in backends}, backends)
     remarks = [f"target {target} has no {asked}; its engines are {EXACT}" for target in lacking]
     return {target: recipe(EXACT) if target in lacking else chosen for target in backends}, remarks
+
+
+def _check_possible(precisions: Mapping[str, str], backends: Mapping[str, Backend]) -> None:
+    """Refuse what no engine of a target can be."""
+    for target, backend in backends.items():
+        if why := backend.impossible(precisions[target]):
+            raise UsageError(f"{target} cannot be built in {precisions[target]}: {why}", where="--target",
+                             hint="leave that GPU out, or ask for another --precision")  # fmt: skip
 
 
 def _check_once(backends: Mapping[str, Backend]) -> None:

@@ -24,11 +24,18 @@ class Job(Generic[T]):
     """Name of a job that must have ended."""
 
 
-def run_side_by_side(jobs: Iterable[Job[T]], *, memory: int, at_once: int) -> dict[str, T]:
+def run_side_by_side(
+    jobs: Iterable[Job[T]],
+    *,
+    memory: int,
+    at_once: int,
+    failed: Callable[[Exception, list[str]], None] = lambda error, running: None,  # noqa: ARG005
+) -> dict[str, T]:
     """Run all jobs and give their results by name.
 
     Jobs run together while their memory adds up to no more than `memory`; one that needs more runs alone. When one
     fails, none is begun any more, those that run are let end, and the first error is raised. An interrupt stops all.
+    `failed` is told of every error at once, and which jobs still run.
     """
     waiting = sorted(jobs, key=lambda job: job.seconds, reverse=True)
     awaited = {job.name for job in waiting}
@@ -58,6 +65,7 @@ def run_side_by_side(jobs: Iterable[Job[T]], *, memory: int, at_once: int) -> di
                         results[job.name] = future.result()
                     except Exception as error:  # noqa: BLE001 - raised below, once the others have ended
                         failures.append(error)
+                        failed(error, [other.name for other in running.values()])
         except BaseException:
             stop.set()
             raise

@@ -18,9 +18,9 @@ from trtdiff.calibrate.scan import scan_ranges, scan_settings
 from trtdiff.checkpoint import Checkpoint
 from trtdiff.cli import exit_code as run
 from trtdiff.digest import file_digest
+from trtdiff.errors import NonFiniteError
 from trtdiff.export import schedulers
 from trtdiff.export.read import read_export
-from trtdiff.loop import NonFiniteError
 from trtdiff.lowering import named
 from trtdiff.plan import make_plan
 from trtdiff.store import Store

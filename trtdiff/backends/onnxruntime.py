@@ -68,6 +68,10 @@ class OnnxRuntime:
         """Refuse all: ONNX Runtime optimizes a graph when it opens it, and stores nothing."""
         return "ONNX Runtime compiles nothing ahead of time"
 
+    def impossible(self, precision: str) -> str:  # noqa: ARG002
+        """Refuse none."""
+        return ""
+
     def memory(self, weights: int) -> int:
         """Estimate the peak bytes of `build`, beyond what lowering the graph takes: it maps weights, copies none."""
         return 0 * weights

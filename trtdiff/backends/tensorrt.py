@@ -53,6 +53,10 @@ class TensorRt:
         packages = " ".join(f"{name} {version}" for name, version in installed(DISTRIBUTIONS).items())
         return Toolchain(self.name, _version(), gpu.capability, {"gpu": gpu.name, "packages": packages})
 
+    def impossible(self, precision: str) -> str:  # noqa: ARG002
+        """Refuse none."""
+        return ""
+
     def memory(self, weights: int) -> int:
         """Estimate the peak bytes of `build` as for TensorRT for RTX; not measured on a GPU."""
         return int(300e6 + 1.05 * weights)

@@ -20,6 +20,7 @@ from trtdiff.types import ShapeProfile
 PORTABLE = "portable"
 PORTABLE_FROM = 80
 """Compute capability, times ten, from which on a portable engine can be loaded: Turing's must be named."""
+TURING = "sm75"
 REFUSED = {
     "optimization_level": "TensorRT for RTX makes the same engine at every level, byte for byte: kernels are chosen "
     "when a GPU loads it",
@@ -51,7 +52,7 @@ class TensorRtRtx:
         Raises UsageError for a malformed one.
         """
         named = "" if device == PORTABLE else device.lower()
-        capabilities = list(dict.fromkeys(filter(None, named.split(","))))
+        capabilities = list(dict.fromkeys(named.split(","))) if named else []
         if malformed := [item for item in capabilities if not re.fullmatch(r"sm\d{2,3}", item)]:
             raise UsageError(
                 f"{malformed[0]!r} is not a compute capability",
@@ -66,6 +67,15 @@ class TensorRtRtx:
             return Toolchain(self.name, metadata.version("tensorrt-rtx"), self.device)
         except metadata.PackageNotFoundError:
             raise _missing() from None
+
+    def impossible(self, precision: str) -> str:
+        """Refuse compute capabilities that the library does not know, and bfloat16 on Turing, which has none."""
+        if self.device == PORTABLE:
+            return ""
+        asked, known = self.device.split(","), _known(_import())
+        if unknown := [item for item in asked if item not in known]:
+            return f"TensorRT for RTX does not build for {unknown[0]}, only for {', '.join(known)}"
+        return f"{TURING} has no bfloat16" if precision == "bf16" and TURING in asked else ""
 
     def memory(self, weights: int) -> int:
         """Estimate the peak bytes of `build`: two copies of the weights in half precision, and the library.
@@ -101,12 +111,9 @@ class TensorRtRtx:
             for index, item in enumerate(capabilities):
                 known = getattr(trt.ComputeCapability, item.upper(), None)
                 if known is None or not config.set_compute_capability(known, index):
-                    names = ", ".join(
-                        name.lower() for name in trt.ComputeCapability.__members__ if name.startswith("SM")
-                    )
                     raise UsageError(
                         f"TensorRT for RTX {trt.__version__} does not build for {item}", where="--target",
-                        hint=f"it builds for {names}"
+                        hint=f"it builds for {', '.join(_known(trt))}"
                     )  # fmt: skip
 
         return compile_graph(trt, graph, profile, options, out, progress=progress, shares=SHARES, configure=configure)
@@ -136,6 +143,11 @@ class TensorRtRtx:
             "this version of trtdiff builds TensorRT for RTX engines and does not run them yet", where=str(engine),
             hint="run a bundle that was built with --target cpu"
         )  # fmt: skip
+
+
+def _known(trt: Any) -> list[str]:
+    """Give the compute capabilities that the library builds for."""
+    return [name.lower() for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
 
 
 def _import() -> Any:

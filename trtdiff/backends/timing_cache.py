@@ -89,7 +89,7 @@ def write_times(path: Path, times: Mapping[Key, bytes]) -> None:
         _Entry(key.gpu, key.capability, key.version, len(content), hashlib.sha256(content).hexdigest())
         for key, content in ordered
     )
-    with whole_file(path) as temporary, temporary.open("wb") as file:
+    with whole_file(path.resolve()) as temporary, temporary.open("wb") as file:
         file.write(HEADER + msgspec.json.encode(_Index(entries)) + b"\n")
         for _, content in ordered:
             file.write(content)

@@ -9,7 +9,7 @@ import numpy as np
 from trtdiff.backends.onnxruntime import OnnxRuntime
 from trtdiff.backends.options import BuilderOptions
 from trtdiff.calibrate.ranges import ValueRange
-from trtdiff.loop import NonFiniteError
+from trtdiff.errors import NonFiniteError
 from trtdiff.lowered import read_graph, write_graph
 from trtdiff.passes.observe import observe
 from trtdiff.passes.statistics import STATISTICS, amax

@@ -7,8 +7,8 @@ import numpy as np
 from PIL import Image
 
 from trtdiff.engines import Engines
+from trtdiff.errors import NonFiniteError
 from trtdiff.execution import Execution
-from trtdiff.loop import NonFiniteError
 from trtdiff.parity.compare import ParityResult, compare_pictures, compare_trajectories
 from trtdiff.parity.reference import PictureRequest, Pictures, Reference
 from trtdiff.request import Request, make_request

@@ -55,7 +55,7 @@ def mark_islands(
     """
     marks = _Marks(model.graph)
     for pattern, reason in patterns.items():
-        for node in _matching(model.graph, pattern):
+        for node in matching(model.graph, pattern):
             marks.add(node, pattern, reason or f"asked for as {pattern}")
     for value, (origin, reason) in _unholdable(model.graph, dtype, ranges).items():
         for holder in (value.producer(), *value.consumers()):
@@ -112,7 +112,8 @@ def _is_float(node: "ir.Node") -> bool:
 # --- modules by name -------------------------------------------------------------------------------------------------
 
 
-def _matching(graph: "ir.Graph", pattern: str) -> "list[ir.Node]":
+def matching(graph: "ir.Graph", pattern: str) -> "list[ir.Node]":
+    """Give the nodes of the PyTorch modules that a pattern names. Raises BuildError where there is none."""
     modules = {node: node.metadata_props.get(MODULE, "") for node in graph}
     found = [node for node, module in modules.items() if fnmatchcase(module, pattern)]
     if not found:
