@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from trtdiff.backends import backend, target_backend
-from trtdiff.backends.gpu import Gpu, this_gpu
+from trtdiff.backends.gpu import Gpu, gpus, this_gpu
 from trtdiff.backends.options import BuilderOptions
 from trtdiff.backends.tensorrt_builder import apply_options
 from trtdiff.errors import MissingDependency, UsageError
@@ -15,10 +15,10 @@ VERSION = "10.13.0.35"
 
 
 class Driver:
-    """CUDA's driver interface, with one GPU of compute capability 8.9."""
+    """CUDA's driver interface, with GPUs of compute capability 8.9."""
 
-    def __init__(self, status=0, failing="cuInit"):
-        self.status, self.failing = status, failing
+    def __init__(self, status=0, failing="cuInit", count=1):
+        self.status, self.failing, self.count = status, failing, count
 
     def _end(self, call):
         return self.status if call == self.failing else 0
@@ -26,7 +26,12 @@ class Driver:
     def cuInit(self, flags):  # noqa: N802
         return self._end("cuInit")
 
+    def cuDeviceGetCount(self, count):  # noqa: N802
+        count._obj.value = self.count
+        return self._end("cuDeviceGetCount")
+
     def cuDeviceGet(self, device, number):  # noqa: N802
+        assert number < self.count
         return self._end("cuDeviceGet")
 
     def cuDeviceGetName(self, name, size, device):  # noqa: N802
@@ -47,6 +52,7 @@ def on_a_gpu(monkeypatch):
 def test_the_driver_is_asked_for_name_and_compute_capability():
     assert this_gpu(lambda name: Driver()) == L4
     assert L4.words == "NVIDIA L4 (sm89)"
+    assert gpus(lambda name: Driver(count=2)) == (L4, L4)
 
 
 def no_driver(name):
@@ -58,6 +64,8 @@ def no_driver(name):
     [
         (no_driver, "no NVIDIA driver"),
         (lambda name: Driver(100), "no GPU that it may use"),
+        (lambda name: Driver(count=0), "no GPU that it may use"),
+        (lambda name: Driver(3, "cuDeviceGetCount"), "does not answer .error 3"),
         (lambda name: Driver(999), "does not answer .error 999"),
         (lambda name: Driver(3, "cuDeviceGet"), "does not answer .error 3"),
     ],
