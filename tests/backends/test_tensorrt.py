@@ -1,5 +1,7 @@
 """The backend for the GPU of this machine. Driver and library are doubles: this checks bookkeeping, not TensorRT."""
 
+import sys
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -94,6 +96,46 @@ def test_no_library_is_said_with_the_extra(on_a_gpu, monkeypatch):
     assert "trtdiff[gpu]" in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("name", "module", "product", "extra"),
+    [("tensorrt", "tensorrt", "TensorRT", "gpu"), ("tensorrt-rtx", "tensorrt_rtx", "tensorrt-rtx", "rtx")],
+)
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (
+            "raise OSError('libcudart.so.13: cannot open shared object file')",
+            "cannot be imported: libcudart.so.13: can",
+        ),
+        ("raise ImportError('libnvinfer.so.10: no such file')", "cannot be imported: libnvinfer.so.10: no such file"),
+        ("import of_its_own_bindings", "cannot be imported: No module named 'of_its_own_bindings'"),
+        (None, "is not installed"),
+    ],
+)
+def test_a_broken_install_is_told_from_none(tmp_path, monkeypatch, name, module, product, extra, line, reason):
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    if line is None:
+        monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    else:
+        (tmp_path / f"{module}.py").write_text(line)
+        monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingDependency) as caught:
+        import_module(type(backend(name)).__module__)._import()
+    assert caught.value.message.startswith(f"{product} is")
+    assert reason in caught.value.message
+    assert ("not installed" in caught.value.message) == (line is None)
+    assert f"trtdiff[{extra}]" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"), [(75, "engines for other GPUs are built on sm80 and later, A GPU (sm75) is here"), (80, "")]
+)
+def test_hardware_compatible_is_refused_before_anything_is_built(on_a_gpu, monkeypatch, number, reason):
+    monkeypatch.setattr("trtdiff.backends.tensorrt.this_gpu", lambda: Gpu("A GPU", number))
+    assert backend("tensorrt").refusal("hardware_compatible") == reason
+    assert backend("tensorrt").refusal("version_compatible") == ""
+
+
 SPEC = {"backend_version": VERSION, "device": "sm89", "options": {}}
 
 
@@ -123,9 +165,10 @@ def test_hardware_compatible_engines_need_ampere(on_a_gpu, monkeypatch):
 
 
 def test_engines_do_not_run_yet(tmp_path):
-    with pytest.raises(MissingDependency, match="does not run them yet"):
-        backend("tensorrt").load(tmp_path)
-    assert "does not run them yet" in backend("tensorrt").runnable()
+    for name in ("tensorrt", "tensorrt-rtx"):
+        with pytest.raises(MissingDependency, match="does not run them yet") as caught:
+            backend(name).load(tmp_path)
+        assert caught.value.message == backend(name).runnable()
 
 
 # --- options, on a double that records -------------------------------------------------------------------------------
