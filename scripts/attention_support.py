@@ -45,7 +45,7 @@ def build(trt: Any, target: str, model: bytes, *, decomposable: bool) -> str:
     if not parser.parse(model):
         return str(parser.get_error(0).desc())
     if decomposable:
-        mark_decomposable(network)
+        mark_decomposable(trt, network)
     config = builder.create_builder_config()
     if target != "portable":
         config.num_compute_capabilities = 1

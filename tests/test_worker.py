@@ -58,6 +58,17 @@ def python_error(progress):
 def full(progress):
     raise OSError(28, "No space left on device", "/a/file")
 
+def broken_library(progress):
+    raise OSError("libcudart.so.13: cannot open shared object file: No such file or directory")
+
+def flood(progress, pidfile):
+    with open(pidfile, "w") as file:
+        file.write(str(os.getpid()))
+    for done in range(100_000):  # more than a pipe holds
+        progress(done, 100_000)
+    open(pidfile + ".done", "w").close()
+    time.sleep(60)
+
 def hungry(progress):
     raise MemoryError
 
@@ -105,6 +116,7 @@ def test_what_is_printed_in_there_does_not_disturb(tasks):
         ("killed", r"denoiser: the process crashed \(SIGKILL\)", "ran out of memory"),
         ("leave", r"denoiser: the process ended early \(exit status 3\)", ""),
         ("python_error", r"denoiser: the process ended early.*KeyError: 'nothing'", ""),
+        ("broken_library", r"denoiser: the process ended early.*libcudart\.so\.13: cannot open", "please report"),
         ("hungry", r"denoiser: out of memory", "more"),
     ],
 )
@@ -145,6 +157,31 @@ def test_every_error_of_ours_is_where_the_parent_looks_for_it():
         kinds += kind.__subclasses__()
     assert len(kinds) > 10
     assert {kind.__module__ for kind in kinds} == {"trtdiff.errors"}
+
+
+@pytest.mark.parametrize("problem", [ZeroDivisionError, KeyboardInterrupt])
+def test_what_progress_raises_kills_the_worker_and_comes_out(tasks, tmp_path, problem):
+    told = []
+
+    def progress(done, total):
+        told.append(done)
+        raise problem
+
+    began = time.monotonic()
+    with pytest.raises(problem):
+        tasks("flood", progress=progress, pidfile=str(tmp_path / "pid"))
+    assert time.monotonic() - began < 30
+    assert told == [0]
+    assert _gone(tmp_path / "pid")
+
+
+def test_what_progress_raises_as_the_worker_ends_comes_out(tasks):
+    def progress(done, total):
+        if done == total:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        tasks("add", a=1, b=1, progress=progress)
 
 
 def _gone(pidfile, within=10):

@@ -23,6 +23,8 @@ Progress = Callable[[int, int], None]
 
 HALVES: tuple[Half, ...] = ("float16", "bfloat16")
 """Types of arithmetic for which parts of a graph may have to stay in float32."""
+_SHOWN = 3
+"""How many layers an error describes."""
 PROLOGUES: dict[str, str] = {
     "denoiser": "trtdiff.passes.sampler_prologue:denoiser_prologue",
     "vae_decoder": "trtdiff.passes.sampler_prologue:decoder_prologue",
@@ -140,9 +142,22 @@ def _apply(name: str, model: "ir.Model", graph: str) -> None:
 
 
 def _require_precision(realised: Mapping[str, Any], wanted: str, graph: str) -> None:
-    """Refuse an engine that computes in another type than was asked for, where the compiler told its layers' types."""
+    """Refuse an engine that computes in another type than its graph, as far as its layers tell.
+
+    Where the compiler named the nodes of its layers, no layer may be `widened` (see `backends/tensorrt_precision.py`).
+    Where it did not, most of what multiplies must be of the type that was asked for.
+    """
+    if widened := realised.get("widened"):
+        words = (f"layer {item['layer']}; nodes {', '.join(item['nodes'])}; modules {', '.join(item['modules'])}"
+                 for item in widened[:_SHOWN])  # fmt: skip
+        more = [f"and {len(widened) - _SHOWN} more"] if len(widened) > _SHOWN else []
+        raise BuildError(
+            f"the engine computes in float32 what its graph has in {wanted}", where="\n         ".join([*words, *more]),
+            hint="please report the layers; until then keep these modules in float32 with --keep, or build with "
+            "another version of the compiler"
+        )  # fmt: skip
     arithmetic = realised.get("arithmetic")
-    if not arithmetic or arithmetic.get(wanted, 0) * 2 > sum(arithmetic.values()):
+    if "precision" not in realised or not arithmetic or arithmetic.get(wanted, 0) * 2 > sum(arithmetic.values()):
         return
     found = ", ".join(f"{count} in {dtype}" for dtype, count in arithmetic.items())
     raise BuildError(f"the engine was to compute in {wanted}; of its convolutions and products {found}", where=graph,

@@ -10,6 +10,7 @@ printed in there, by Python or by C++, is the log. The worker dies with its pare
 interrupted.
 """
 
+import errno
 import json
 import math
 import os
@@ -20,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -33,6 +35,8 @@ Progress = Callable[[int, int], None]
 LOG_LINES = 12
 _LOOK = 0.25
 """Seconds between two looks at `stop`; a worker that ends is noticed at once."""
+_STORAGE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM}
+"""What the system says of a file that cannot be written: no room, or no right. All else is no matter of storage."""
 UNWRITTEN = 74
 """Exit status of a worker that could not write its result."""
 
@@ -59,7 +63,8 @@ def run(
     """Run `task` ("module:function", called with the JSON-like keyword arguments and `progress`) in a new process.
 
     `what` names the work in errors. A TrtdiffError raised in there is raised here; a crash, a kill, a timeout (in
-    seconds) or any other exception is a BuildError. Setting `stop`, from another thread, kills it.
+    seconds) or any other exception is a BuildError. Setting `stop`, from another thread, kills it; so does an exception
+    of `progress`, which is called in another thread, and the exception is raised here.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="trtdiff-worker-") as scratch:
@@ -100,16 +105,25 @@ def _follow(
     progress: Progress | None,
     stop: threading.Event | None,
 ) -> int | None:
-    """Send the request, pass progress on until the worker ends; its exit status, or None when time is up."""
+    """Send the request, pass progress on until the worker ends; its exit status, or None when time is up.
+
+    Raises what `progress` raises.
+    """
     stdin, stdout = process.stdin, process.stdout
     if stdin is None or stdout is None:
         raise BuildError("the worker has no pipes")
 
+    problems: list[BaseException] = []
+
     def listen() -> None:
-        for line in stdout:
-            if progress is not None:
+        for line in stdout:  # to its end, whatever happens: a worker must not wait at a full pipe
+            if progress is None or problems:
+                continue
+            try:
                 done, total = json.loads(line)
                 progress(done, total)
+            except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+                problems.append(error)
 
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
@@ -119,14 +133,16 @@ def _follow(
     except BrokenPipeError:
         pass  # it died at once: its status says more
     ended = time.monotonic() + (math.inf if timeout is None else timeout)
-    while (left := ended - time.monotonic()) > 0 and not (stop is not None and stop.is_set()):
-        try:
+    status = None
+    while status is None and not problems and (left := ended - time.monotonic()) > 0:
+        if stop is not None and stop.is_set():
+            break
+        with suppress(subprocess.TimeoutExpired):
             status = process.wait(min(left, _LOOK))
-        except subprocess.TimeoutExpired:
-            continue
-        listener.join(5)
-        return status
-    return None
+            listener.join(5)
+    if problems:
+        raise problems[0]
+    return status
 
 
 def _kill(process: "subprocess.Popen[str]") -> None:
@@ -206,6 +222,8 @@ def main() -> None:
     except MemoryError:
         outcome = _failure("BuildError", "out of memory", "", "close other programs, or build on a machine with more")
     except OSError as error:
+        if error.errno not in _STORAGE:
+            raise
         where, hint = str(error.filename or ""), "free some space or choose another folder"
         outcome = _failure("StorageError", str(error.strerror or error), where, hint)
     try:

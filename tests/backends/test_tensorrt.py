@@ -1,11 +1,13 @@
 """The backend for the GPU of this machine. Driver and library are doubles: this checks bookkeeping, not TensorRT."""
 
+import sys
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 
 from trtdiff.backends import backend, target_backend
-from trtdiff.backends.gpu import Gpu, this_gpu
+from trtdiff.backends.gpu import Gpu, gpus, this_gpu
 from trtdiff.backends.options import BuilderOptions
 from trtdiff.backends.tensorrt_builder import apply_options
 from trtdiff.errors import MissingDependency, UsageError
@@ -15,10 +17,10 @@ VERSION = "10.13.0.35"
 
 
 class Driver:
-    """CUDA's driver interface, with one GPU of compute capability 8.9."""
+    """CUDA's driver interface, with GPUs of compute capability 8.9."""
 
-    def __init__(self, status=0, failing="cuInit"):
-        self.status, self.failing = status, failing
+    def __init__(self, status=0, failing="cuInit", count=1):
+        self.status, self.failing, self.count = status, failing, count
 
     def _end(self, call):
         return self.status if call == self.failing else 0
@@ -26,7 +28,12 @@ class Driver:
     def cuInit(self, flags):  # noqa: N802
         return self._end("cuInit")
 
+    def cuDeviceGetCount(self, count):  # noqa: N802
+        count._obj.value = self.count
+        return self._end("cuDeviceGetCount")
+
     def cuDeviceGet(self, device, number):  # noqa: N802
+        assert number < self.count
         return self._end("cuDeviceGet")
 
     def cuDeviceGetName(self, name, size, device):  # noqa: N802
@@ -47,6 +54,7 @@ def on_a_gpu(monkeypatch):
 def test_the_driver_is_asked_for_name_and_compute_capability():
     assert this_gpu(lambda name: Driver()) == L4
     assert L4.words == "NVIDIA L4 (sm89)"
+    assert gpus(lambda name: Driver(count=2)) == (L4, L4)
 
 
 def no_driver(name):
@@ -58,6 +66,8 @@ def no_driver(name):
     [
         (no_driver, "no NVIDIA driver"),
         (lambda name: Driver(100), "no GPU that it may use"),
+        (lambda name: Driver(count=0), "no GPU that it may use"),
+        (lambda name: Driver(3, "cuDeviceGetCount"), "does not answer .error 3"),
         (lambda name: Driver(999), "does not answer .error 999"),
         (lambda name: Driver(3, "cuDeviceGet"), "does not answer .error 3"),
     ],
@@ -84,6 +94,46 @@ def test_no_library_is_said_with_the_extra(on_a_gpu, monkeypatch):
     with pytest.raises(MissingDependency, match="TensorRT is not installed") as caught:
         backend("tensorrt").toolchain()
     assert "trtdiff[gpu]" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "product", "extra"),
+    [("tensorrt", "tensorrt", "TensorRT", "gpu"), ("tensorrt-rtx", "tensorrt_rtx", "tensorrt-rtx", "rtx")],
+)
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (
+            "raise OSError('libcudart.so.13: cannot open shared object file')",
+            "cannot be imported: libcudart.so.13: can",
+        ),
+        ("raise ImportError('libnvinfer.so.10: no such file')", "cannot be imported: libnvinfer.so.10: no such file"),
+        ("import of_its_own_bindings", "cannot be imported: No module named 'of_its_own_bindings'"),
+        (None, "is not installed"),
+    ],
+)
+def test_a_broken_install_is_told_from_none(tmp_path, monkeypatch, name, module, product, extra, line, reason):
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    if line is None:
+        monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    else:
+        (tmp_path / f"{module}.py").write_text(line)
+        monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingDependency) as caught:
+        import_module(type(backend(name)).__module__)._import()
+    assert caught.value.message.startswith(f"{product} is")
+    assert reason in caught.value.message
+    assert ("not installed" in caught.value.message) == (line is None)
+    assert f"trtdiff[{extra}]" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"), [(75, "engines for other GPUs are built on sm80 and later, A GPU (sm75) is here"), (80, "")]
+)
+def test_hardware_compatible_is_refused_before_anything_is_built(on_a_gpu, monkeypatch, number, reason):
+    monkeypatch.setattr("trtdiff.backends.tensorrt.this_gpu", lambda: Gpu("A GPU", number))
+    assert backend("tensorrt").refusal("hardware_compatible") == reason
+    assert backend("tensorrt").refusal("version_compatible") == ""
 
 
 SPEC = {"backend_version": VERSION, "device": "sm89", "options": {}}
@@ -115,9 +165,10 @@ def test_hardware_compatible_engines_need_ampere(on_a_gpu, monkeypatch):
 
 
 def test_engines_do_not_run_yet(tmp_path):
-    with pytest.raises(MissingDependency, match="does not run them yet"):
-        backend("tensorrt").load(tmp_path)
-    assert "does not run them yet" in backend("tensorrt").runnable()
+    for name in ("tensorrt", "tensorrt-rtx"):
+        with pytest.raises(MissingDependency, match="does not run them yet") as caught:
+            backend(name).load(tmp_path)
+        assert caught.value.message == backend(name).runnable()
 
 
 # --- options, on a double that records -------------------------------------------------------------------------------

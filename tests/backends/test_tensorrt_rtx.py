@@ -50,6 +50,8 @@ def test_an_engine_its_types_and_its_layers(tmp_path):
     assert realised["arithmetic"] == {"float16": 1}
     assert realised["other_arithmetic"] == []
     assert set(realised["types"]) == {"float16"}
+    assert realised["warnings"] == []
+    assert "precision" not in realised  # its layers were compared with the graph
     layers = read_layers_file(tmp_path / "engine")
     assert len(layers) == realised["layers"]
     (conv,) = [layer for layer in layers if layer.computes]
@@ -191,7 +193,7 @@ FAILURES = {
 @pytest.mark.parametrize(("text", "device", "where", "message", "hint"), FAILURES.values(), ids=FAILURES)
 def test_a_failure_names_its_node_module_types_and_way_out(tmp_path, monkeypatch, text, device, where, message, hint):
     if "kernel" in message:  # as with a version that cannot decompose attention
-        monkeypatch.setattr(tensorrt_builder, "mark_decomposable", lambda network: 0)
+        monkeypatch.setattr(tensorrt_builder, "mark_decomposable", lambda trt, network: 0)
     with pytest.raises(BuildError) as caught:
         build(tmp_path, text, device)
     assert where in caught.value.where
@@ -277,5 +279,6 @@ def test_the_whole_tiny_pipeline_is_compiled_and_says_that_it_needs_a_gpu(
     for key in found["engines"]["tensorrt-rtx"].values():
         realised = json.loads((folder / "engines" / key / "manifest.json").read_text())["realised"]
         assert set(realised["arithmetic"]) == {dtype}
+        assert "precision" not in realised
     assert run(["run", str(folder), "a cat"]) == MissingDependency.exit_code
     assert "build --target cpu" in capsys.readouterr().err

@@ -78,6 +78,22 @@ def test_builds_at_the_same_time_lose_nothing(tmp_path):
     assert read_times(path)[L4].split() == sorted(words)
 
 
+@pytest.mark.parametrize(
+    ("method", "reason"), [("serialize", "does not give what it measured"), ("combine", "does not take")]
+)
+def test_a_library_that_gives_nothing_leaves_the_file_as_it_is(tmp_path, monkeypatch, method, reason):
+    path, config = tmp_path / "times", Config()
+    measure(path, L4, b"conv")
+    cache = use_times(config, path, L4)
+    if method == "combine":
+        monkeypatch.setattr(config, "create_timing_cache", lambda content: None)
+    else:
+        monkeypatch.setattr(cache, "serialize", lambda: None)
+    with pytest.raises(ArtefactError, match=reason):
+        keep_times(config, cache, path, L4)
+    assert read_times(path) == {L4: b"conv"}
+
+
 def test_a_library_that_does_not_take_its_entry_says_what_is_held(tmp_path):
     path = tmp_path / "times"
     write_times(path, {L4: b"foreign", H200: b"fine"})

@@ -5,8 +5,10 @@ import sys
 import onnxruntime
 import torch
 
+from trtdiff.backends.gpu import Gpu
 from trtdiff.cli import exit_code as run
 from trtdiff.cli.doctor import diagnose
+from trtdiff.errors import MissingDependency
 
 
 def test_it_reports_the_versions_that_are_imported(capsys):
@@ -27,6 +29,23 @@ def test_a_missing_library_says_which_extra_to_install(monkeypatch):
     found = diagnose()
     assert found.can["export"] == "no: torch missing; pip install 'trtdiff[compile]'"
     assert found.can["run (onnxruntime)"] == "yes"
+
+
+def test_gpus_are_named_with_their_compute_capability(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("trtdiff.cli.doctor.gpus", lambda: (Gpu("NVIDIA L4", 89), Gpu("NVIDIA T4", 75)))
+    assert diagnose().gpus == ("NVIDIA L4 (sm89)", "NVIDIA T4 (sm75)")
+    assert run(["doctor"]) == 0
+    assert "NVIDIA L4 (sm89), NVIDIA T4 (sm75)" in capsys.readouterr().out
+
+
+def test_no_driver_is_no_gpu(monkeypatch):
+    monkeypatch.setattr("trtdiff.cli.doctor.gpus", no_driver)
+    assert diagnose().gpus == ()
+
+
+def no_driver():
+    raise MissingDependency("there is no NVIDIA driver here")
 
 
 def test_both_onnxruntimes_together_are_a_problem(monkeypatch):
@@ -55,7 +74,6 @@ def test_the_extra_to_install_is_printed_with_its_brackets(monkeypatch, capsys):
 
 def test_fp16_without_what_its_scan_runs_on_says_how_to_go_on(monkeypatch):
     from trtdiff.backends.onnxruntime import OnnxRuntime
-    from trtdiff.errors import MissingDependency
 
     def missing(self):
         raise MissingDependency("onnxruntime is not installed", hint="pip install 'trtdiff[cpu]'")

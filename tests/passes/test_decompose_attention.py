@@ -145,7 +145,7 @@ def builds(trt, model, *, decomposable=False):
     parser = trt.OnnxParser(network, logger)
     assert parser.parse(ir.to_proto(model).SerializeToString())
     if decomposable:
-        assert mark_decomposable(network) == 1
+        assert mark_decomposable(trt, network) == 1
     profile = builder.create_optimization_profile()
     for index in range(network.num_inputs):
         value = network.get_input(index)

@@ -52,17 +52,14 @@ def fuses(target: str, dtype: str, head_size: int, mask: str = "") -> bool:
     return any(head_size in (row.boolean if mask == "bool" else row.heads) for row in rows if row.dtype == dtype)
 
 
-def mark_decomposable(network: Any) -> int:
-    """Allow a parsed TensorRT network to compute every attention in parts where no kernel fits it; give their number.
+def mark_decomposable(trt: Any, network: Any) -> int:
+    """Allow a parsed network to compute every attention in parts where no kernel fits it; give their number.
 
     TensorRT's ONNX parser makes two layers of an `Attention`, its input and its output; both refer to one object with
     the attribute `decomposable`, false at first. The Python API hands out layers as `ILayer`, to be given their class.
     Attention that has a fused kernel is still computed by that. A version without these classes has no such attention:
     0. Seen with TensorRT for RTX 1.7.1: float32 and head sizes 8 and 512, which it refuses otherwise, then build.
     """
-    import sys
-
-    trt = sys.modules[type(network).__module__.partition(".")[0].removesuffix("_bindings")]
     boundary = getattr(trt, "IAttentionOutputLayer", None)
     if boundary is None:
         return 0

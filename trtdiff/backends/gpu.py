@@ -1,4 +1,4 @@
-"""The NVIDIA GPU that this process would use, asked of the driver itself: no other library, and milliseconds.
+"""The NVIDIA GPUs that this process may use, asked of the driver itself: no other library, and milliseconds.
 
 The driver's own order of devices is CUDA's, `CUDA_VISIBLE_DEVICES` included, which nvidia-smi's is not.
 """
@@ -39,20 +39,36 @@ class Gpu:
 
 
 def this_gpu(load: Callable[[str], Any] = ctypes.CDLL) -> Gpu:
-    """Ask the driver for its first GPU. Raises MissingDependency for no driver, no GPU, or one that does not answer."""
+    """Ask the driver for the first GPU, which this process would use. Raises MissingDependency as `gpus` does."""
+    return gpus(load)[0]
+
+
+def gpus(load: Callable[[str], Any] = ctypes.CDLL) -> tuple[Gpu, ...]:
+    """Ask the driver for every GPU, at least one. Raises MissingDependency for no driver, no GPU, or no answer."""
     try:
         driver = load(_DRIVER)
     except OSError:
         raise MissingDependency(f"there is no NVIDIA driver here ({_DRIVER})", hint=_HINT) from None
+    count = ctypes.c_int()
     status = driver.cuInit(0)
-    if status == _NO_DEVICE:
+    if status != _NO_DEVICE:
+        _require(status)
+        _require(driver.cuDeviceGetCount(ctypes.byref(count)))
+    if not count.value:
         raise MissingDependency("there is an NVIDIA driver and no GPU that it may use", where="CUDA_VISIBLE_DEVICES",
                                 hint=_HINT)  # fmt: skip
+    return tuple(_gpu(driver, index) for index in range(count.value))
+
+
+def _gpu(driver: Any, index: int) -> Gpu:
     device, name, numbers = ctypes.c_int(), ctypes.create_string_buffer(_NAME_BYTES), [ctypes.c_int(), ctypes.c_int()]
-    status = status or driver.cuDeviceGet(ctypes.byref(device), 0)
-    status = status or driver.cuDeviceGetName(name, _NAME_BYTES, device)
+    _require(driver.cuDeviceGet(ctypes.byref(device), index))
+    _require(driver.cuDeviceGetName(name, _NAME_BYTES, device))
     for number, attribute in zip(numbers, (_MAJOR, _MINOR), strict=True):
-        status = status or driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)
+        _require(driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, device))
+    return Gpu(name.value.decode(errors="replace"), 10 * numbers[0].value + numbers[1].value)
+
+
+def _require(status: int) -> None:
     if status:
         raise MissingDependency(f"the NVIDIA driver does not answer (error {status})", hint=_HINT)
-    return Gpu(name.value.decode(errors="replace"), 10 * numbers[0].value + numbers[1].value)

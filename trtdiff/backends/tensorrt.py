@@ -10,7 +10,8 @@ from typing import Any
 from trtdiff.backends.base import Progress, Session, Toolchain
 from trtdiff.backends.gpu import Gpu, this_gpu
 from trtdiff.backends.options import BuilderOptions
-from trtdiff.backends.tensorrt_builder import compile_graph
+from trtdiff.backends.tensorrt_builder import compile_graph, peak_memory
+from trtdiff.backends.tensorrt_failures import not_imported, not_installed
 from trtdiff.backends.timing_cache import Key
 from trtdiff.errors import MissingDependency, UsageError
 from trtdiff.machine import installed
@@ -19,7 +20,7 @@ from trtdiff.types import ShapeProfile
 DISTRIBUTIONS = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12", "tensorrt-cu11")
 """Packages that bring the library; the first is no more than a name for one of the others."""
 AMPERE = 80
-"""Compute capability, times ten, from which on hardware-compatible engines can be loaded."""
+"""Compute capability, times ten, from which on hardware-compatible engines can be built and loaded."""
 SHARES = {"phases": 0.9, "read": 0.0, "written": 0.1}
 """How far a build is: phases in which kernels are measured take nearly all of it. Not seen on a GPU."""
 
@@ -59,11 +60,16 @@ class TensorRt:
 
     def memory(self, weights: int) -> int:
         """Estimate the peak bytes of `build` as for TensorRT for RTX; not measured on a GPU."""
-        return int(300e6 + 1.05 * weights)
+        return peak_memory(weights)
 
-    def refusal(self, option: str) -> str:  # noqa: ARG002
-        """Refuse nothing: an option that an older version does not know is an error when it is built."""
-        return ""
+    def refusal(self, option: str) -> str:
+        """Refuse what this GPU cannot have; what an older version does not know is an error when it is built.
+
+        Raises MissingDependency where it takes a GPU to say.
+        """
+        if option != "hardware_compatible" or (gpu := self._gpu()).number >= AMPERE:
+            return ""
+        return f"engines for other GPUs are built on sm{AMPERE} and later, {gpu.words} is here"
 
     def seconds(self, weights: int) -> float:
         """Guess how long `build` takes: measuring kernels takes minutes; not measured on a GPU."""
@@ -112,7 +118,7 @@ class TensorRt:
 def _version() -> str:
     found = installed(DISTRIBUTIONS)
     if not found:
-        raise MissingDependency("TensorRT is not installed", hint="pip install 'trtdiff[gpu]'")
+        raise not_installed("TensorRT", TensorRt.extra)
     return next(iter(found.values()))
 
 
@@ -124,6 +130,6 @@ def _release(version: str) -> tuple[int, ...]:
 def _import() -> Any:
     try:
         import tensorrt
-    except ImportError:
-        raise MissingDependency("TensorRT is not installed", hint="pip install 'trtdiff[gpu]'") from None
+    except (ImportError, OSError) as error:
+        raise not_imported(error, "tensorrt", "TensorRT", TensorRt.extra) from None
     return tensorrt

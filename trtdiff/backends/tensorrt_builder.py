@@ -7,6 +7,7 @@ Polygraphy's loaders speak to either library too, but choose it for the whole pr
 the plan in memory, and raise without the node; its tools for ONNX add nothing to what `passes` has. It is not used.
 """
 
+import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,6 +19,7 @@ from trtdiff.backends.mapped_files import dropping_pages
 from trtdiff.backends.options import BuilderOptions, flag
 from trtdiff.backends.tensorrt_failures import Graph, failed, refused
 from trtdiff.backends.tensorrt_layers import (
+    ANNOUNCED,
     Layer,
     inspected_layers,
     read_layers,
@@ -25,24 +27,31 @@ from trtdiff.backends.tensorrt_layers import (
     with_modules,
     write_layers_file,
 )
+from trtdiff.backends.tensorrt_precision import compared
 from trtdiff.backends.tensorrt_progress import Told, monitor
 from trtdiff.backends.timing_cache import Key, keep_times, use_times
-from trtdiff.errors import StorageError, TrtdiffError, UsageError
+from trtdiff.errors import BuildError, StorageError, TrtdiffError, UsageError
+from trtdiff.lowered import read_graph
+from trtdiff.passes.decompose_attention import ALL, decompose_attention
 from trtdiff.types import ShapeProfile, dim_value
 
 PLAN = "engine.plan"
 """The compiled engine's file."""
 _WARNINGS = 20
-"""How many warnings a manifest keeps."""
+"""How many warnings of the compiler a manifest keeps."""
 
 
 @dataclass
 class Log:
-    """What the compiler said: errors, warnings, and the layers it listed."""
+    """What the compiler said: errors, warnings, and the layers it listed; and what we say ourselves."""
 
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     layers: list[Layer] = field(default_factory=list)
+    announced: int = 0
+    """How many layers it listed; all of them are in `layers` where their lines could be read."""
+    remarks: list[str] = field(default_factory=list)
+    """What there is to say besides."""
 
     def take(self, severity: str, text: str) -> None:
         """Keep one message; `severity` is the library's name of it."""
@@ -50,7 +59,8 @@ class Log:
             self.errors.append(text)
         elif severity == "WARNING":
             self.warnings.append(text)
-        elif "LayerType: " in text:
+        elif ANNOUNCED in text:
+            self.announced += text.count(ANNOUNCED)
             self.layers += read_layers(text)
 
 
@@ -79,12 +89,8 @@ def compile_graph(
     logger.listener = log
     builder = trt.Builder(logger)
     network = builder.create_network(_strongly_typed(trt))
-    parser = trt.OnnxParser(network, logger)
-    if not parser.parse_from_file(str(graph)):
-        raise refused(graph, [parser.get_error(index) for index in range(parser.num_errors)], log.errors)
-    if not network.num_outputs:  # an empty file parses as an empty graph
-        raise refused(graph, [], log.errors)
-    mark_decomposable(network)
+    graph = _parse(trt, graph, network, logger)
+    mark_decomposable(trt, network)
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     config.clear_flag(trt.BuilderFlag.TF32)  # float32 islands are there for their precision
@@ -111,13 +117,17 @@ def compile_graph(
     if options.timing_cache is not None and times is not None:
         try:
             keep_times(config, measured, options.timing_cache, times)
-        except TrtdiffError as error:  # the engine is there, and costs more than the times
-            log.warnings.append(f"the measured times were not kept: {error.message} ({error.where})")
-    layers = with_modules(log.layers or _inspected(trt, logger, out / PLAN), Graph(graph).modules)
-    if layers:
-        write_layers_file(out, layers)
-    warnings = list(dict.fromkeys(log.warnings))[:_WARNINGS]
-    return {"plan_bytes": writer.size, "warnings": warnings, **summed_up(layers)}
+        except Exception as error:  # noqa: BLE001 - the engine is there, and costs more than the times
+            log.remarks.append(f"the measured times were not kept: {_line(error)}")
+    return {"plan_bytes": writer.size, **_realised(trt, logger, graph, out)}
+
+
+def peak_memory(weights: int) -> int:
+    """Estimate the peak bytes of a build with so many bytes of weights: two copies in half precision, and the library.
+
+    Of what `scripts/bench_rtx.py` measures, the whole worker's estimate is 2 to 8 % above for UNets.
+    """
+    return int(300e6 + 1.05 * weights)
 
 
 def apply_options(trt: Any, config: Any, options: BuilderOptions) -> None:
@@ -165,6 +175,31 @@ def _strongly_typed(trt: Any) -> int:
 
 
 # --- building --------------------------------------------------------------------------------------------------------
+
+
+def _parse(trt: Any, graph: Path, network: Any, logger: Any) -> Path:
+    """Parse the ONNX file into an empty network; returns the file that was parsed, another one where it had to be."""
+    parser = trt.OnnxParser(network, logger)
+    log = logger.listener
+    if not parser.supports_operator("Attention") and any(node.op_type == "Attention" for node in Graph(graph).nodes):
+        graph = _without_attention(graph)
+        log.remarks.append(f"{trt.__name__} {trt.__version__} does not know attention as one operator: it is computed "
+                           "in parts, its scores held whole; TensorRT knows it from 10.14 on")  # fmt: skip
+    if not parser.parse_from_file(str(graph)):
+        raise refused(graph, [parser.get_error(index) for index in range(parser.num_errors)], log.errors)
+    if not network.num_outputs:  # an empty file parses as an empty graph
+        raise refused(graph, [], log.errors)
+    return graph
+
+
+def _without_attention(graph: Path) -> Path:
+    """Write the graph beside itself with every attention decomposed; returns that file, of the same weights."""
+    import onnx_ir as ir
+
+    model, written = read_graph(graph), graph.with_name("without_attention.onnx")
+    decompose_attention(model, target=ALL)
+    ir.save(model, written)
+    return written
 
 
 def _write_plan(builder: Any, network: Any, config: Any, writer: Any) -> bool:
@@ -230,10 +265,51 @@ def _symbolic_dims(graph: Path) -> dict[str, tuple[int | str, ...]]:
     }
 
 
+# --- what came of it -------------------------------------------------------------------------------------------------
+
+
+def _realised(trt: Any, logger: Any, graph: Path, out: Path) -> dict[str, Any]:
+    """Write `layers.json`, and sum up the layers and what was said; what we say ourselves comes first."""
+    compiled, log = Graph(graph), logger.listener
+    layers = with_modules(_listed(trt, logger, out / PLAN), compiled.modules)
+    if layers:
+        write_layers_file(out, layers)
+    found = compared(layers, compiled)
+    doubt = [f"the precision of this engine is {found['precision']}"] if "precision" in found else []
+    warnings = [*doubt, *log.remarks, *list(dict.fromkeys(log.warnings))[:_WARNINGS]]
+    return {"warnings": warnings, **summed_up(layers), **found}
+
+
+def _listed(trt: Any, logger: Any, plan: Path) -> list[Layer]:
+    """Give the layers that were read from the log; where that is not all of them, those the engine itself tells.
+
+    Where it tells none, a remark says why.
+    """
+    log = logger.listener
+    if log.layers and len(log.layers) == log.announced:
+        return list(log.layers)
+    try:
+        return _inspected(trt, logger, plan)
+    except Exception as error:  # noqa: BLE001 - the engine is built; its layers are only looked at
+        log.remarks.append(f"of {log.announced} layers that the compiler listed, {len(log.layers)} could be read; the "
+                           f"engine cannot be asked instead: {_line(error)}")  # fmt: skip
+        return list(log.layers)
+
+
 def _inspected(trt: Any, logger: Any, plan: Path) -> list[Layer]:
-    """Ask the engine itself for its layers, where a GPU is there to load it; none elsewhere."""
-    engine = trt.Runtime(logger).deserialize_cuda_engine(plan.read_bytes())
+    """Ask the engine itself for its layers, where a GPU is there to load it. Raises BuildError where it tells none."""
+    with plan.open("rb") as file:
+        engine = trt.Runtime(logger).deserialize_cuda_engine(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     if engine is None:
-        return []
-    told = engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
-    return inspected_layers(told)
+        raise BuildError(f"it does not load here: {(logger.listener.errors or ['no reason is given'])[-1]}")
+    found = inspected_layers(engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON))
+    if not found:
+        raise BuildError("its inspector gives names at most")
+    return found
+
+
+def _line(error: Exception) -> str:
+    """Give an error in one line; ours without what there is to do."""
+    if isinstance(error, TrtdiffError):
+        return f"{error.message} ({error.where})" if error.where else error.message
+    return f"{type(error).__name__}: {error}"

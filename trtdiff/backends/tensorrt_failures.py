@@ -1,5 +1,7 @@
 """What TensorRT's parser and builder refuse, in words that help: the node, its PyTorch module, types and shapes.
 
+And why the library itself cannot be used.
+
 The parser names the node. The builder names layers, nodes, or the two ends of a fused region, or nothing at all: an
 attention without a kernel is found by looking which ones the graph has. What the library says about a GPU that is not
 there is left out, as long as it says anything else.
@@ -11,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtdiff.errors import BuildError
+from trtdiff.errors import BuildError, MissingDependency
 
 if TYPE_CHECKING:
     import onnx
@@ -121,6 +123,21 @@ class Graph:
 
     def _value(self, name: str) -> str:
         return f"{name}: {self.types[name]}" if name in self.types else name
+
+
+def not_installed(product: str, extra: str) -> MissingDependency:
+    """Say that a library is not installed, and how to install it."""
+    return MissingDependency(f"{product} is not installed", hint=f"pip install 'trtdiff[{extra}]'")
+
+
+def not_imported(error: Exception, module: str, product: str, extra: str) -> MissingDependency:
+    """Say why importing a library's module failed: it is not installed, or something that it needs is not."""
+    if isinstance(error, ModuleNotFoundError) and error.name == module:
+        return not_installed(product, extra)
+    return MissingDependency(
+        f"{product} is installed and cannot be imported: {error}", where=f"import {module}",
+        hint=f"install what it misses, or all of it anew: pip install --force-reinstall 'trtdiff[{extra}]'"
+    )  # fmt: skip
 
 
 def refused(path: Path, errors: Sequence[Any], said: Sequence[str]) -> BuildError:

@@ -27,14 +27,21 @@ FLOATS = {
 """Types as the library writes them → as we do. Integers that count or index (Int32, Int64, Bool) are left out."""
 ARITHMETIC = ("correlation", "gemm", "convolution", "deconv", "matrix", "attention", "fmha", "mha")
 """Parts of layer types that do the work: convolutions, matrix products, attention."""
+_FUSED_ARITHMETIC = re.compile("__myl_Fc|_gemm_")
+"""How the names of layers begin that are products with more fused into them, or attention, under types that say less:
+`runtime_fusion`, `kgen`."""
 _LISTED = 20
 """How many layers in another type are listed in a summary."""
 
-_LAYER = re.compile(r"^Name: (?P<name>.*?), LayerType: (?P<kind>[^,]+), Inputs: \[(?P<inputs>.*?)\], Constants: "
-                    r".*?Outputs: \[(?P<outputs>.*?)\], TacticName")  # fmt: skip
-_TYPE = re.compile(r"Datatype: (\w+)")
+ANNOUNCED = "LayerType: "
+"""Stands in every line of the log that lists a layer."""
+_LAYER = re.compile(r"^Name: (?P<name>.*?), LayerType: (?P<kind>[^,]+), Inputs: \[(?P<inputs>|.*?\})\], "
+                    r"(?:Constants: \[(?:|.*?\})\], )?Outputs: \[(?P<outputs>|.*?\})\]")  # fmt: skip
+"""TensorRT for RTX lists constants, TensorRT 10 does not; what follows differs by layer."""
+_TYPE = re.compile(r"Datatype: ([^,}]+)")
 _NODE = re.compile(r"\[ONNX Layer: ([^\]]+)\]")
-_FORMAT_TYPES = {"FP32": "float32", "FP16": "float16", "BF16": "bfloat16", "FP8": "float8", "INT8": "int8"}
+_WORDS = FLOATS | {"FP32": "float32", "FP16": "float16", "BF16": "bfloat16", "INT8": "int8"}
+"""Those that name a type on their own, and those within a format: `Channel major FP16 format`."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Layer:
     @property
     def computes(self) -> bool:
         """Whether it is a convolution, a matrix product or attention."""
-        return any(word in self.kind.lower() for word in ARITHMETIC)
+        return any(word in self.kind.lower() for word in ARITHMETIC) or bool(_FUSED_ARITHMETIC.match(self.name))
 
 
 @dataclass(frozen=True)
@@ -85,8 +92,8 @@ def inspected_layers(text: str) -> list[Layer]:
         Layer(
             name=layer["Name"],
             kind=layer["LayerType"],
-            reads=_first(map(_type, layer.get("Inputs", ()))),
-            writes=_first(map(_type, layer.get("Outputs", ()))),
+            reads=_first(map(_words, layer.get("Inputs", ()))),
+            writes=_first(map(_words, layer.get("Outputs", ()))),
             nodes=tuple(_NODE.findall(layer.get("Metadata", ""))),
         )
         for layer in layers
@@ -112,9 +119,7 @@ def summed_up(layers: Sequence[Layer]) -> dict[str, Any]:
     working = [layer for layer in layers if layer.computes and layer.reads]
     arithmetic = Counter(layer.reads for layer in working).most_common()
     others = [layer for layer in working if layer.reads != arithmetic[0][0]]
-    unknown = {} if working else {"precision": "not verified: no layer that multiplies was listed"}
     return {
-        **unknown,
         "layers": len(layers),
         "types": dict(Counter(layer.writes for layer in layers if layer.writes).most_common()),
         "arithmetic": dict(arithmetic),
@@ -153,15 +158,12 @@ def read_layers_file(folder: Path) -> list[Layer]:
                             hint="build again with --force")  from None  # fmt: skip
 
 
-def _type(tensor: Mapping[str, Any]) -> str:
-    """Give the library's word for a tensor's type; older inspectors have it in the words of its format only."""
-    if "Datatype" in tensor:
-        return str(tensor["Datatype"])
-    words = str(tensor.get("Format/Datatype", tensor.get("Format", "")))
-    return next((name for name in (*FLOATS, *_FORMAT_TYPES) if re.search(rf"\b{name}\b", words)), "")
+def _words(tensor: Mapping[str, Any]) -> str:
+    """Give what an inspector says of a tensor's type: the type, or in older ones a format that names it."""
+    return str(tensor.get("Datatype") or tensor.get("Format/Datatype") or tensor.get("Format", ""))
 
 
-def _first(types: Iterable[str]) -> str:
-    """Give the first type of numbers, in our words."""
-    known = FLOATS | _FORMAT_TYPES
-    return next((known[name] for name in types if name in known), "")
+def _first(said: Iterable[str]) -> str:
+    """Give the first type of numbers among what is said of tensors, in our words; empty where there is none."""
+    words = (word for text in said for word in re.findall(r"\w+", text))
+    return next((_WORDS[word] for word in words if word in _WORDS), "")

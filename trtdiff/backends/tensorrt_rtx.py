@@ -13,10 +13,12 @@ from typing import Any
 from trtdiff.backends.base import Progress, Session, Toolchain
 from trtdiff.backends.gpu import this_gpu
 from trtdiff.backends.options import BuilderOptions
-from trtdiff.backends.tensorrt_builder import compile_graph
+from trtdiff.backends.tensorrt_builder import compile_graph, peak_memory
+from trtdiff.backends.tensorrt_failures import not_imported, not_installed
 from trtdiff.errors import MissingDependency, UsageError
 from trtdiff.types import ShapeProfile
 
+_PRODUCT = "tensorrt-rtx"
 PORTABLE = "portable"
 PORTABLE_FROM = 80
 """Compute capability, times ten, from which on a portable engine can be loaded: Turing's must be named."""
@@ -66,7 +68,7 @@ class TensorRtRtx:
         try:
             return Toolchain(self.name, metadata.version("tensorrt-rtx"), self.device)
         except metadata.PackageNotFoundError:
-            raise _missing() from None
+            raise not_installed(_PRODUCT, self.extra) from None
 
     def impossible(self, precision: str) -> str:
         """Refuse compute capabilities that the library does not know, and bfloat16 on Turing, which has none."""
@@ -78,11 +80,8 @@ class TensorRtRtx:
         return f"{TURING} has no bfloat16" if precision == "bf16" and TURING in asked else ""
 
     def memory(self, weights: int) -> int:
-        """Estimate the peak bytes of `build`: two copies of the weights in half precision, and the library.
-
-        Of what `scripts/bench_rtx.py` measures, the whole worker's estimate is 2 to 8 % above for UNets.
-        """
-        return int(300e6 + 1.05 * weights)
+        """Estimate the peak bytes of `build`."""
+        return peak_memory(weights)
 
     def refusal(self, option: str) -> str:
         """Refuse what the library ignores or fails at."""
@@ -140,9 +139,8 @@ class TensorRtRtx:
     def load(self, engine: Path, *, threads: int | None = None) -> Session:  # noqa: ARG002
         """Refuse: this version compiles for TensorRT for RTX and does not run its engines."""
         raise MissingDependency(
-            "this version of trtdiff builds TensorRT for RTX engines and does not run them yet", where=str(engine),
-            hint="run a bundle that was built with --target cpu"
-        )  # fmt: skip
+            self.runnable(), where=str(engine), hint="run a bundle that was built with --target cpu"
+        )
 
 
 def _known(trt: Any) -> list[str]:
@@ -153,10 +151,6 @@ def _known(trt: Any) -> list[str]:
 def _import() -> Any:
     try:
         import tensorrt_rtx
-    except ImportError:
-        raise _missing() from None
+    except (ImportError, OSError) as error:
+        raise not_imported(error, "tensorrt_rtx", _PRODUCT, TensorRtRtx.extra) from None
     return tensorrt_rtx
-
-
-def _missing() -> MissingDependency:
-    return MissingDependency("tensorrt-rtx is not installed", hint="pip install 'trtdiff[rtx]'")

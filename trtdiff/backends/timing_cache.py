@@ -110,13 +110,18 @@ def use_times(config: Any, path: Path, key: Key) -> Any:
 def keep_times(config: Any, cache: Any, path: Path, key: Key) -> None:
     """Add what a build measured to the file, beside what others have added meanwhile.
 
-    Raises ArtefactError where the library does not combine the two.
+    Raises ArtefactError where the library does not combine the two, or does not give its own.
     """
     with locked(path, lambda text: None):  # noqa: ARG005 - held for milliseconds
         times = read_times(path)
-        if key in times and not cache.combine(config.create_timing_cache(times[key]), False):
-            raise _not_taken(path, key, times)
-        write_times(path, {**times, key: bytes(cache.serialize())})
+        if key in times:
+            others = config.create_timing_cache(times[key])
+            if others is None or not cache.combine(others, False):
+                raise _not_taken(path, key, times)
+        measured = cache.serialize()
+        if measured is None:
+            raise ArtefactError("TensorRT does not give what it measured", where=str(path), hint="build again")
+        write_times(path, {**times, key: bytes(measured)})
 
 
 def _opened(config: Any, times: Mapping[Key, bytes], path: Path, key: Key) -> Any:

@@ -1,8 +1,6 @@
 """`trtdiff doctor`: what this machine can do, and what is missing for the rest."""
 
-import ctypes
 import json
-import os
 import platform
 import re
 import shutil
@@ -16,6 +14,7 @@ import click
 
 from trtdiff import __version__
 from trtdiff.backends import BACKENDS, TARGETS, backend
+from trtdiff.backends.gpu import gpus
 from trtdiff.cli.options import HELP, console, json_option
 from trtdiff.errors import MissingDependency
 from trtdiff.machine import available_memory, physical_cores
@@ -68,7 +67,7 @@ def diagnose() -> Diagnosis:
         cores=physical_cores(),
         memory_available=available_memory(),
         disk_free=shutil.disk_usage(Path.cwd()).free,
-        gpus=gpus(),
+        gpus=_gpus(),
         libraries=libraries,
         can=_abilities(libraries["compile"]),
         problems=tuple(problems),
@@ -105,21 +104,12 @@ def _missing_for(name: str) -> str:
     return ""
 
 
-def gpus() -> tuple[str, ...]:
-    """Names of the NVIDIA GPUs that the driver shows; empty without a driver."""
+def _gpus() -> tuple[str, ...]:
+    """Name the NVIDIA GPUs that the driver shows, with their compute capabilities; none without a driver."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1" if os.name != "nt" else "nvcuda.dll")
-    except OSError:
+        return tuple(gpu.words for gpu in gpus())
+    except MissingDependency:
         return ()
-    count = ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return ()
-    found = []
-    for index in range(count.value):
-        device, name = ctypes.c_int(), ctypes.create_string_buffer(256)
-        if not driver.cuDeviceGet(ctypes.byref(device), index) and not driver.cuDeviceGetName(name, 256, device):
-            found.append(name.value.decode())
-    return tuple(found)
 
 
 def _libraries(extra: str) -> tuple[Library, ...]:
