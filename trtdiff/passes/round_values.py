@@ -8,7 +8,9 @@ would take the pairs out. Inside a node sums are float32, as they are in the ker
 
 from typing import TYPE_CHECKING
 
+from trtdiff.errors import BuildError
 from trtdiff.passes.casts import Casts
+from trtdiff.passes.schemas import type_word
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -17,12 +19,20 @@ if TYPE_CHECKING:
 def round_values(model: "ir.Model") -> None:
     """Turn a graph that `half_precision` made into one in float32 that rounds every value to its type.
 
-    Requires nothing. Ensures that no node but `Cast` reads or writes a half value, and the same inputs and outputs.
+    Requires inputs and outputs of other types than half ones, as `half_precision` leaves them; raises BuildError where
+    one is half. Ensures that no node but `Cast` and constants reads or writes a half value, and the same inputs and
+    outputs.
     """
     import onnx_ir as ir
 
     graph = model.graph
     halves = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+    for end in (*graph.inputs, *graph.outputs):
+        if end.dtype in halves:
+            raise BuildError(
+                f"{end.name} is {type_word(end.dtype)} outside of the graph", where=f"graph {graph.name}",
+                hint="run half_precision first: it leaves inputs and outputs in float32"
+            )  # fmt: skip
     casts = Casts(graph)
     for node in list(graph):
         for place, value in enumerate(node.inputs):
