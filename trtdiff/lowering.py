@@ -120,11 +120,15 @@ def _mark_islands(
 
 
 def _apply(name: str, model: "ir.Model", graph: str) -> None:
-    """Run one pass and check the graph that it leaves; whatever is raised says which pass and which graph."""
+    """Run one pass and check the graph that it leaves; whatever is raised says which pass and which graph.
+
+    Only the prologues may change names or types of the graph's inputs and outputs.
+    """
     from trtdiff.passes.check_graph import check_graph
 
     place, *options = name.split()
     word = place.partition(":")[2]
+    before = _ends(model)
     try:
         named(place)(model, **dict(option.split("=", 1) for option in options))
     except (TrtdiffError, MemoryError, OSError):
@@ -139,6 +143,23 @@ def _apply(name: str, model: "ir.Model", graph: str) -> None:
     except BuildError as error:
         raise BuildError(f"after the pass {word}, {error.message}", where=f"{graph}; {error.where}",
                          hint=error.hint) from None  # fmt: skip
+    if place not in PROLOGUES.values() and (after := _ends(model)) != before:
+        raise BuildError(
+            f"the pass {word} changed inputs or outputs: {', '.join(sorted(before ^ after))}", where=graph,
+            hint="this is a fault of the pass; please report it with the graph"
+        )  # fmt: skip
+
+
+def _ends(model: "ir.Model") -> set[str]:
+    """Give inputs and outputs with their places, names and types, in words."""
+    from trtdiff.passes.schemas import type_word
+
+    sides = {"input": model.graph.inputs, "output": model.graph.outputs}
+    return {
+        f"{side} {place} {value.name} ({type_word(value.dtype)})"
+        for side, values in sides.items()
+        for place, value in enumerate(values)
+    }
 
 
 def _require_precision(realised: Mapping[str, Any], wanted: str, graph: str) -> None:

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from trtdiff.errors import BuildError
-from trtdiff.passes.base import SMALL
+from trtdiff import lowering
+from trtdiff.errors import BuildError, ExportError
+from trtdiff.passes.base import SMALL, run_passes
 from trtdiff.passes.check_graph import check_graph
 from trtdiff.passes.derived import derived_weight
 
@@ -69,6 +70,64 @@ def test_two_values_of_one_name():
     model = network()
     model.graph[1].outputs[0].name = "a"
     refused(model, "two values are called a")
+
+
+def test_two_nodes_of_one_name():
+    model = network()
+    model.graph[2].name = "node of a"
+    assert "node Tanh node of a" in refused(model, "two nodes are called node of a").where
+    for node in model.graph:
+        node.name = ""
+    check_graph(model)  # what has no name is no conflict
+
+
+CONTROL = {
+    "If": """<ir_version: 11, opset_import: ["": 23]>
+        net (bool c, float[n] x) => (float[n] y)
+        { y = If <then_branch = yes () => (float[n] a) { a = Abs (x) }, else_branch = no () => (float[n] b)
+          { b = Neg (x) }> (c) }""",
+    "Loop": """<ir_version: 11, opset_import: ["": 23]>
+        net (int64 m, bool c, float[n] x) => (float[n] y)
+        { y = Loop <body = step (int64 i, bool go, float[n] a) => (bool on, float[n] b) { on = Identity (go)
+          b = Abs (a) }> (m, c, x) }""",
+}
+
+
+@pytest.mark.parametrize("kind", CONTROL)
+def test_a_node_with_a_graph_inside(kind):
+    model = ir.from_onnx_text(CONTROL[kind])
+    model.graph[0].name = "choice"
+    error = refused(model, f"{kind} has a graph inside")
+    assert f"node {kind} choice" in error.where
+    assert "control flow" in error.hint
+
+
+def test_a_pass_that_breaks_a_graph_still_without_types_is_named():
+    model = network()
+    for node in model.graph:
+        node.outputs[0].type = None
+
+    def renames(model):
+        model.graph[0].name = model.graph[1].name
+        return 1
+
+    with pytest.raises(ExportError, match="pass renames failed: two nodes are called node of b"):
+        run_passes(model, [renames])
+
+
+@pytest.mark.parametrize("end", ["input", "output"])
+def test_a_pass_that_changes_inputs_or_outputs_is_an_error(monkeypatch, end):
+    """But for the prologues, which are there for that."""
+
+    def careless(model):
+        values = model.graph.inputs if end == "input" else model.graph.outputs
+        values[0].name = "other"
+
+    monkeypatch.setattr(lowering, "named", lambda place: careless)
+    with pytest.raises(BuildError, match=f"the pass careless changed inputs or outputs: {end} 0 other") as caught:
+        lowering._apply("here:careless", network(), "net.onnx")
+    assert "net.onnx" in caught.value.where
+    lowering._apply(lowering.PROLOGUES["denoiser"], network(), "net.onnx")
 
 
 def test_types_that_differ_and_types_that_may_not_be():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from trtdiff.passes.check_graph import check_structure
 from trtdiff.passes.cpu_forms import cpu_forms
 from trtdiff.passes.transpose_weights import transpose_weights
 
@@ -141,3 +142,21 @@ def test_transposed_weights_are_stored_transposed(tmp_path):
     session = ort.InferenceSession(str(tmp_path / "graph.onnx"), providers=["CPUExecutionProvider"])
     exact = 2 * x.astype(np.float64) @ weight.T
     assert np.abs(session.run(None, {"x": x})[0] - exact).max() <= 2e-6
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [(attention(), "Attention"), (GROUP_NORM, "GroupNormalization"), (GELU, "Gelu")]
+)
+def test_new_nodes_come_from_the_module_of_the_old_and_are_named_after_it(text, kind):
+    model = ir.from_onnx_text(text)
+    for place, node in enumerate(model.graph):
+        node.name = f"node {place}"
+        node.metadata_props["module"] = "net.block" if node.op_type == kind else "elsewhere"
+    (old,) = [node.name for node in model.graph if node.op_type == kind]
+    before = {node.name for node in model.graph}
+    cpu_forms(model)
+    new = [node for node in model.graph if node.name not in before]
+    assert {node.metadata_props["module"] for node in new} == {"net.block"}
+    assert {node.name.rpartition("/")[0] for node in new} == {old}
+    check_structure(model)
+    assert kind not in {node.op_type for node in model.graph if not node.domain}

@@ -3,10 +3,17 @@
 import numpy as np
 import pytest
 
+from trtdiff.backends import backend
 from trtdiff.backends.attention import SUPPORT, fuses, mark_decomposable
+from trtdiff.backends.options import BuilderOptions
 from trtdiff.errors import BuildError, UsageError
+from trtdiff.lowered import write_graph
 from trtdiff.passes.check_graph import check_graph
 from trtdiff.passes.decompose_attention import decompose_attention
+from trtdiff.passes.half_precision import half_precision
+from trtdiff.passes.legalise_types import legalise_types
+from trtdiff.passes.round_values import round_values
+from trtdiff.types import ShapeProfile
 
 ir = pytest.importorskip("onnx_ir")
 HEAD = '<ir_version: 11, opset_import: ["": 23]>\n'
@@ -91,17 +98,68 @@ def test_the_definition_in_float64(call, mask, expected, shared):
     assert np.abs(run(model, feeds) - wanted).max() <= 1e-6  # measured 3e-7
 
 
-def test_half_graphs_keep_their_type():
-    for dtype in ("float16", "bfloat16"):
-        model = attention(
-            dtype=dtype, extra=f", {dtype}[S, T] m", call="Attention <softmax_precision = 1> (q, k, v, m)"
-        )
-        decompose_attention(model, target="all")
-        check_graph(model)
-        kinds = {value.dtype.name for node in model.graph for value in node.outputs if node.op_type == "MatMul"}
-        assert kinds == {dtype.upper()}
-        (softmax,) = [node for node in model.graph if node.op_type == "Softmax"]
-        assert softmax.outputs[0].dtype.name == "FLOAT"
+@pytest.mark.parametrize(("dtype", "products"), [("float16", "FLOAT16"), ("bfloat16", "BFLOAT16")])
+def test_half_graphs_multiply_in_their_type_and_have_a_float32_softmax(dtype, products):
+    model = attention(dtype=dtype, extra=f", {dtype}[S, T] m", call="Attention <softmax_precision = 1> (q, k, v, m)")
+    decompose_attention(model, target="all")
+    check_graph(model)
+    kinds = {value.dtype.name for node in model.graph for value in node.outputs if node.op_type == "MatMul"}
+    assert kinds == {products}
+    (softmax,) = [node for node in model.graph if node.op_type == "Softmax"]
+    assert softmax.outputs[0].dtype.name == "FLOAT"
+
+
+def in_half(model, feeds, dtype):
+    """Lower a float32 graph as an engine's is, and run it with every value rounded to its type."""
+    import onnxruntime as ort
+
+    half_precision(model, dtype=dtype)
+    legalise_types(model)
+    decompose_attention(model, target="all")
+    check_graph(model)
+    round_values(model)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    proto = ir.to_proto(model).SerializeToString()
+    return ort.InferenceSession(proto, options, providers=["CPUExecutionProvider"]).run(None, feeds)[0]
+
+
+def storable(array):
+    """Numbers that float16 has, so that nothing but the computation is judged."""
+    return np.clip(array, -6e4, 6e4).astype(np.float16).astype(np.float32)
+
+
+@pytest.mark.parametrize("mask", [None, ALLOWED, DEAD, storable(MASK)], ids=["no mask", "bool", "dead row", "numbers"])
+@pytest.mark.parametrize("cap", [0.0, 30.0])
+@pytest.mark.parametrize("size", [0.5, 60.0, 2e4])
+def test_scores_of_float16_never_overflow(size, cap, mask):
+    """Numbers of one sign: the products of 512 pairs are up to 512 · size² = 2e11 in sum, 9e9 when they are scaled."""
+    shrinking = 0.5 ** np.arange(7, dtype=np.float32)[:, None]  # large scores lie far apart, beyond doubt
+    feeds = {
+        "q": storable(size * np.abs(random(2, 2, 5, 512, seed=1))),
+        "k": storable(size * np.abs(random(2, 2, 7, 512, seed=2)) * shrinking),
+        "v": storable(random(2, 2, 7, 512, seed=3)),
+    }
+    bias, extra, name = 0.0, "", ""
+    if mask is not None:
+        feeds["m"], name = mask, ", m"
+        extra = f", {'bool' if mask.dtype == bool else 'float'}[S, T] m"
+        bias = np.where(mask, 0, NONE) if mask.dtype == bool else mask
+    model = attention(f"Attention <softcap = {cap}> (q, k, v{name})", extra, size=512)
+    got = in_half(model, feeds, "float16")
+    wanted = exact(feeds["q"], feeds["k"], feeds["v"], bias=bias, cap=cap)
+    assert np.abs(got - wanted).max() <= 4 * 2.0**-11 * np.abs(feeds["v"]).max()
+
+
+def test_rows_of_zeros_and_of_the_smallest_and_largest_numbers_are_rows_like_others():
+    query = np.zeros((1, 1, 4, 512), np.float32)
+    query[..., 1, 0], query[..., 2, :], query[..., 3, :] = 2.0**-24, 65504, -65504
+    keys = np.full((1, 1, 3, 512), 65504, np.float32)
+    keys[..., 1, :] = 0.5
+    values = storable(random(1, 1, 3, 512))
+    got = in_half(attention(size=512, heads=1, shared=1), {"q": query, "k": keys, "v": values}, "float16")
+    wanted = exact(query, keys, values)
+    assert np.abs(got - wanted).max() <= 4 * 2.0**-11 * np.abs(values).max()
 
 
 @pytest.mark.parametrize(
@@ -188,3 +246,18 @@ def test_masks_build_when_decomposed(trt):
         model = attention(call, extra)
         decompose_attention(model, target="rtx")
         assert builds(trt, model)
+
+
+@pytest.mark.parametrize("device", ["sm75", "sm89", "portable"])
+def test_heads_of_512_build_for_every_gpu(trt, device, tmp_path):
+    """Turing too, for which TensorRT for RTX refuses products in float32."""
+    model = ir.from_onnx_text(f"""{HEAD} net (float16[batch, 1, tokens, 512] q, float16[batch, 1, tokens, 512] k,
+        float16[batch, 1, tokens, 512] v) => (float16[batch, 1, tokens, 512] y) {{ y = Attention (q, k, v) }}""")
+    assert decompose_attention(model, target="rtx") == 1
+    (tmp_path / "engine").mkdir()
+    profile = ShapeProfile.parse("batch=1:1:2,tokens=16:64:64")
+    path = write_graph(model, tmp_path)
+    realised = backend("tensorrt-rtx", device).build(
+        path, profile, BuilderOptions(), tmp_path / "engine", lambda *_: None
+    )
+    assert realised["arithmetic"] == {"float16": 2}

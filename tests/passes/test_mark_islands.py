@@ -12,6 +12,7 @@ from trtdiff.passes.half_precision import half_precision
 from trtdiff.passes.half_types import KEEP, LIMITS
 from trtdiff.passes.mark_islands import mark_islands
 from trtdiff.passes.movers import MOVERS
+from trtdiff.passes.round_values import round_values
 
 ir = pytest.importorskip("onnx_ir")
 onnx = pytest.importorskip("onnx")
@@ -105,6 +106,94 @@ def test_the_flag_goes_back_to_what_was_moved():
 def test_each_sum_of_a_residual_stream_is_judged_by_its_own_range():
     body = "a = MatMul (x, x)  b = Add (x, a)  c = MatMul (b, b)  d = Add (b, c)  e = MatMul (d, d)  y = Add (d, e)"
     assert mark(make(body), b=BIG, d=PLAIN)[0] == {"b", "c", "d"}  # b's readers; e, which reads d, does not stay
+
+
+# --- constants and weights --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype", "stays"),
+    [
+        (1e-8, "float16", True),
+        (2.0**-25, "float16", True),  # half of the smallest number: to even, and that is 0
+        (np.nextafter(np.float32(2.0**-25), np.float32(1)), "float16", False),
+        (1e-5, "float16", False),
+        (0.0, "float16", False),
+        (1e-8, "bfloat16", False),
+    ],
+)
+@pytest.mark.parametrize("how", ["node", "initializer"])
+def test_a_constant_that_rounding_makes_zero_is_read_in_float32_and_so_is_what_is_made_of_it(number, dtype, stays, how):
+    model = make("c = Constant <value = float {1}> ()  q = Mul (x, x)  a = Add (q, c)  r = Sqrt (a)  y = Div (x, r)")
+    assert (np.float32(number).astype({"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[dtype]) == 0) == (
+        stays or number == 0
+    )
+    array = ir.tensor(np.float32(number), name="c")
+    constant = model.graph[0]
+    constant.attributes["value"] = ir.AttrTensor("value", array)
+    if how == "initializer":
+        value = ir.Value(name="c0", shape=ir.Shape([]), type=ir.TensorType(ir.DataType.FLOAT), const_value=array)
+        model.graph.register_initializer(value)
+        ir.convenience.replace_all_uses_with(constant.outputs[0], value)
+        model.graph.remove(constant, safe=True)
+    nodes, found = mark(model, dtype=dtype, a=PLAIN, q=PLAIN, r=PLAIN)
+    assert nodes - {"c"} == ({"a", "r"} if stays else set())
+    if stays:
+        ((_, words),) = found.items()
+        assert f"holds {number:.2g}, which float16 makes 0" in words
+
+
+def test_a_divisor_that_an_epsilon_keeps_from_zero_stays_above_it():
+    import onnxruntime as ort
+
+    model = make("c = Constant <value = float {1e-8}> ()  q = Mul (x, x)  a = Add (q, c)  r = Sqrt (a)  y = Div (x, r)")
+    mark(model)
+    half_precision(model)
+    round_values(model)
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    (got,) = session.run(None, {"x": np.array([[0, 3, -2, 0.05]], np.float32)})
+    np.testing.assert_allclose(got, [[0, 1, -1, 1]], rtol=2**-9)
+
+
+def with_weight(folder, body, array):
+    """A model whose weight `w` lies in a file, in float32."""
+    model = make(body, "float[n, 64] x", "float[n, 64] y")
+    folder.mkdir(exist_ok=True)
+    (folder / "w.bin").write_bytes(array.tobytes())
+    (value,) = {value for node in model.graph for value in node.inputs if value.name == "w"}
+    value.const_value = ir.ExternalTensor(
+        "w.bin", 0, array.nbytes, ir.DataType.FLOAT, shape=ir.Shape(array.shape), name="w", base_dir=folder
+    )
+    value.dtype, value.shape = ir.DataType.FLOAT, ir.Shape(array.shape)
+    model.graph.register_initializer(value)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("body", "rms", "stays"),
+    [
+        ("t = Transpose (w)  y = MatMul (x, t)", 3.3e-5, {"t", "y"}),
+        ("t = Transpose (w)  y = MatMul (x, t)", 3.7e-5, set()),
+        ("t = Tanh (x)  y = MatMul (t, w)", 1e-9, {"y"}),
+        ("t = MatMul (x, x)  y = Add (t, w)", 1e-9, set()),
+        ("t = Tanh (x)  y = MatMul (t, w)", 0.0, set()),
+    ],
+)
+def test_a_weight_that_is_lost_as_a_whole_is_read_in_float32(tmp_path, body, rms, stays):
+    """The limit is 3.5e-5; single elements may vanish, and what is only added may be small."""
+    weight = np.random.default_rng(0).standard_normal((64, 64))
+    weight *= rms / np.sqrt(np.mean(weight**2))
+    nodes, found = mark(with_weight(tmp_path, body, weight.astype(np.float32)))
+    assert nodes == stays
+    assert list(found) == (["w"] if stays else [])
+
+
+def test_a_weight_with_one_large_number_at_its_end_is_not_lost(tmp_path):
+    weight = np.full((512, 64), 1e-9, np.float32)
+    weight[-1, -1] = 1.0  # a root mean square of 5.5e-3
+    assert mark(with_weight(tmp_path, "t = Tanh (x)  y = MatMul (t, w)", weight))[0] == set()
 
 
 # --- by name, and waves -----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from trtdiff.errors import BuildError
 from trtdiff.lowered import write_graph
 from trtdiff.passes.half_precision import half_precision
 from trtdiff.passes.mark_islands import mark_islands
@@ -63,3 +64,13 @@ def test_what_is_too_small_is_lost_as_it_would_be(tmp_path):
     body = "small = Mul (x, x)  y = Sqrt (small)"
     assert not run(tmp_path / "a", body, {"x": x}).any()
     np.testing.assert_allclose(run(tmp_path / "b", body, {"x": x}, dtype="bfloat16"), x, rtol=2**-7)
+
+
+@pytest.mark.parametrize("place", ["input", "output"])
+def test_an_input_or_output_in_half_precision_is_refused(place):
+    kinds = {"input": ("float16", "float"), "output": ("float", "float16")}[place]
+    model = ir.from_onnx_text(f"""<ir_version: 11, opset_import: ["": 23]>
+        net ({kinds[0]}[n] x) => ({kinds[1]}[n] y) {{ y = Cast <to = {10 if place == "output" else 1}> (x) }}""")
+    with pytest.raises(BuildError, match=f"{'x' if place == 'input' else 'y'} is float16 outside") as caught:
+        round_values(model)
+    assert "half_precision" in caught.value.hint

@@ -11,6 +11,7 @@ from trtdiff.backends.options import BuilderOptions
 from trtdiff.calibrate.ranges import ValueRange
 from trtdiff.errors import NonFiniteError
 from trtdiff.lowered import read_graph, write_graph
+from trtdiff.passes.check_graph import check_graph
 from trtdiff.passes.observe import observe
 from trtdiff.passes.statistics import STATISTICS, amax
 from trtdiff.passes.widen_weights import widen_weights
@@ -50,10 +51,11 @@ class Observed:
         model = read_graph(graph)
         self._component, self._after = component, after
         self._places: tuple[Place, ...] = observe(model)
+        check_graph(model)
         backend = _Observing()
-        widen_weights(model)
-        for name in backend.passes:
-            named(name)(model)
+        for run in (widen_weights, *map(named, backend.passes)):
+            run(model)
+            check_graph(model)
         lowered, engine = scratch / "lowered", scratch / "engine"
         for folder in (lowered, engine):
             folder.mkdir(parents=True)

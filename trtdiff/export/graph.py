@@ -74,10 +74,17 @@ def refer_to_weights(model: "ir.Model", places: Mapping[str, TensorRef], folder:
 
 
 def write_graph(model: "ir.Model", path: Path) -> None:
-    """Infer what types and shapes are still open, and write the file; equal graphs give equal bytes."""
+    """Infer what types and shapes are still open, check the graph, and write the file.
+
+    Equal graphs give equal bytes. Raises ExportError where shapes contradict each other, and BuildError for what
+    `check_graph` refuses.
+    """
     import onnx_ir as ir
 
+    from trtdiff.passes.check_graph import check_graph  # which needs this module's name for modules
+
     _infer_shapes(model)
+    check_graph(model)
     proto = ir.to_proto(model)
     path.write_bytes(proto.SerializeToString(deterministic=True))
 
@@ -179,6 +186,9 @@ def _infer_shapes(model: "ir.Model") -> None:
     import onnx_ir as ir
 
     graph = model.graph
+    for value in graph.initializers.values():
+        if value.type is None and value.const_value is not None:
+            value.type = ir.TensorType(value.const_value.dtype)
     try:
         inferred = onnx.shape_inference.infer_shapes(ir.to_proto(model), strict_mode=True, data_prop=True)
     except onnx.shape_inference.InferenceError as error:

@@ -2,7 +2,8 @@
 
 A pass is a function from a graph to the number of changes that it made to it. One pass a file; its docstring numbers
 the rules, each with what it requires and ensures. No pass reads a weight: weights have no value while passes run, or
-one that lies in a file (`small` says which values may be looked at).
+one that lies in a file (`small` says which values may be looked at). `mark_islands` alone reads the beginning of each,
+far enough to see how large its numbers are.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,15 +24,21 @@ SMALL = 16_384
 def run_passes(model: "ir.Model", passes: Sequence[Pass], *, rounds: int = 10) -> dict[str, int]:
     """Run the passes in order, again and again until a round changes nothing; give the changes each pass made.
 
-    Raises ExportError for a pass that fails, naming those that ran before it.
+    After every pass that changed something the structure of the graph is checked; a traced graph has no types yet.
+    Raises ExportError for a pass that fails, or leaves a broken graph, naming those that ran before it.
     """
+    from trtdiff.passes.check_graph import check_structure
+
     changes: dict[str, int] = {}
     for _ in range(rounds):
         before = sum(changes.values())
         for run in passes:
             name = run.__name__
             try:
-                changes[name] = changes.get(name, 0) + run(model)
+                made = run(model)
+                changes[name] = changes.get(name, 0) + made
+                if made:
+                    check_structure(model)
             except Exception as error:  # a pass that meets a graph it was not written for may raise anything
                 raise ExportError(
                     f"pass {name} failed: {error}", where=f"graph {model.graph.name}, after {', '.join(changes)}"

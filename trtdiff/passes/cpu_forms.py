@@ -24,7 +24,10 @@ MICROSOFT = "com.microsoft"
 
 
 def cpu_forms(model: "ir.Model") -> None:
-    """Apply the rules. Requires inferred shapes, without which a node stays as it is; keeps inputs and outputs."""
+    """Apply the rules. Requires inferred shapes, without which a node stays as it is; keeps inputs and outputs.
+
+    New nodes have the module of the one that they replace, and are named after it.
+    """
     rules = {"Attention": _attention, "GroupNormalization": by_instance, "Gelu": _gelu}
     changed = False
     for node in list(model.graph):
@@ -65,6 +68,7 @@ def _attention(node: "ir.Node") -> bool:
     for user in users:
         _replace(user, result)
     tape.put_before(node)
+    tape.name_after(node)
     for user in users:
         _remove(user)
     _remove(node)
@@ -77,9 +81,7 @@ def _gelu(node: "ir.Node") -> bool:
     if value is None or (approximate is not None and approximate.as_string() != "none"):
         return False
     tape = Tape()
-    _replace(node, tape.op("Gelu", value, domain=MICROSOFT))
-    tape.put_before(node)
-    _remove(node)
+    tape.put_instead_of(node, tape.op("Gelu", value, domain=MICROSOFT))
     return True
 
 

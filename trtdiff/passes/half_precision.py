@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trtdiff.errors import BuildError
-from trtdiff.export.graph import MODULE
+from trtdiff.passes.casts import Casts
 from trtdiff.passes.derived import derived_weight, forget_if_unused
 from trtdiff.passes.half_types import KEEP, LIMITS, Half
 from trtdiff.passes.mark_islands import stored_weight
@@ -47,10 +47,9 @@ class _Typing:
         self._full = ir.DataType.FLOAT
         self._opsets = model.opset_imports
         self._outputs = set(self._graph.outputs)
+        self._casts = Casts(self._graph)
         self._narrow: dict[ir.Value, ir.Value] = {}
         """A float32 value → the same in half precision."""
-        self._wide: dict[ir.Value, ir.Value] = {}
-        """A value that became half → the same in float32."""
 
     def run(self) -> None:
         weights = [value for value in self._graph.initializers.values() if value.const_value is not None]
@@ -109,16 +108,11 @@ class _Typing:
             if value is None or value.dtype not in {self._full, self._half}:
                 continue
             if wide and value.dtype == self._half and not value.is_initializer():
-                node.replace_input_with(place, self._widened(value))
+                node.replace_input_with(place, self._casts.cast(value, self._full))
             elif not wide and value.dtype == self._full:
                 node.replace_input_with(place, self._narrowed(value))
 
     # --- one value
-
-    def _widened(self, value: "ir.Value") -> "ir.Value":
-        if value not in self._wide:
-            self._wide[value] = self._cast(value, self._full, "float32")
-        return self._wide[value]
 
     def _narrowed(self, value: "ir.Value") -> "ir.Value":
         if value not in self._narrow:
@@ -128,23 +122,8 @@ class _Typing:
             elif producer is not None and stored_weight(producer) and producer.inputs[0] is not None:
                 self._narrow[value] = self._converted(producer.inputs[0], value)
             else:
-                self._narrow[value] = self._cast(value, self._half, self._dtype)
+                self._narrow[value] = self._casts.cast(value, self._half)
         return self._narrow[value]
-
-    def _cast(self, value: "ir.Value", to: "ir.DataType", suffix: str) -> "ir.Value":
-        """Write one Cast right behind where the value comes from."""
-        import onnx_ir as ir
-
-        node = ir.node("Cast", [value], {"to": int(to)}, name=f"{value.name}/{suffix}")
-        made = node.outputs[0]
-        made.name, made.shape, made.type = f"{value.name}/{suffix}", value.shape, ir.TensorType(to)
-        producer = value.producer()
-        if producer is not None:
-            node.metadata_props[MODULE] = producer.metadata_props.get(MODULE, "")
-            self._graph.insert_after(producer, node)
-        elif len(self._graph):
-            self._graph.insert_before(self._graph[0], node)
-        return made
 
     def _converted(self, stored: "ir.Value", value: "ir.Value") -> "ir.Value":
         """Give a weight in half precision: itself, where it is stored so."""
@@ -191,8 +170,8 @@ class _Typing:
         for place, value in enumerate(self._graph.outputs):
             if value.dtype == self._half:
                 name = str(value.name)
-                made = self._widened(value)
-                value.name, made.name = f"{name}/{self._dtype}", name
+                made = self._casts.cast(value, self._full)
+                value.name, made.name = self._casts.unused(f"{name}/{self._dtype}"), name
                 self._graph.outputs[place] = made
 
     def _clean(self, nodes: "list[ir.Node]", weights: "list[ir.Value]") -> None:

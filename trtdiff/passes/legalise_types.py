@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trtdiff.errors import BuildError
-from trtdiff.export.graph import MODULE
 from trtdiff.passes.base import small
+from trtdiff.passes.casts import Casts
 from trtdiff.passes.schemas import FLOATS, Formal, describe, result_types, signature, type_word
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ class _Legaliser:
         self._graph = model.graph
         self._opsets = model.opset_imports
         self._declared = [value.dtype for value in self._graph.outputs]
-        self._casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
-        self._names = {str(value.name) for node in self._graph for value in (*node.inputs, *node.outputs) if value}
+        self._casts = Casts(self._graph)
 
     def run(self) -> None:
         for node in list(self._graph):
@@ -112,7 +111,7 @@ class _Legaliser:
         for place, value in zip(places, values, strict=True):
             dtype = self._taken(node, formal(place), wanted)
             if value.dtype != dtype:
-                node.replace_input_with(place, self._cast(value, dtype))
+                node.replace_input_with(place, self._casts.cast(value, dtype))
 
     def _taken(self, node: "ir.Node", formal: Formal, wanted: "ir.DataType") -> "ir.DataType":
         """Give the type itself where the operator takes it, else the next wider that it takes."""
@@ -128,34 +127,12 @@ class _Legaliser:
             )  # fmt: skip
         return found
 
-    def _cast(self, value: "ir.Value", to: "ir.DataType") -> "ir.Value":
-        """Write one Cast right behind where the value comes from, for all who want it so."""
-        import onnx_ir as ir
-
-        if (value, to) in self._casts:
-            return self._casts[value, to]
-        name = f"{value.name}/{type_word(to)}"
-        while name in self._names:
-            name += "_"
-        self._names.add(name)
-        node = ir.node("Cast", [value], {"to": int(to)}, name=name)
-        made = node.outputs[0]
-        made.name, made.shape, made.type = name, value.shape, ir.TensorType(to)
-        producer = value.producer()
-        if producer is not None:
-            node.metadata_props[MODULE] = producer.metadata_props.get(MODULE, "")
-            self._graph.insert_after(producer, node)
-        else:
-            self._graph.insert_before(self._graph[0], node)
-        self._casts[value, to] = made
-        return made
-
     def _restore_outputs(self) -> None:
         for place, declared in enumerate(self._declared):
             value = self._graph.outputs[place]
             if declared is not None and value.dtype != declared:
                 name = str(value.name)
-                made = self._cast(value, declared)
+                made = self._casts.cast(value, declared)
                 value.name, made.name = made.name, name
                 self._graph.outputs[place] = made
 

@@ -6,9 +6,13 @@
    were not measured), or where its root mean square is so small that rounding loses it (`Limits.least_rms`).
    Operators that only move numbers hand this on, forwards and backwards, to where a measurement says otherwise. An
    infinite magnitude is a mask's minus infinity, which both types have.
-3. Sines and cosines stay, with all that leads to them: the angle of a timestep, a position or a frequency needs every
+3. A constant in the graph with elements that rounding makes 0, as the 1e-8 that keeps a divisor from 0, is read in
+   float32, and so is what is made of it; of weights only those are that are lost as a whole, by their root mean square.
+   (Not those that are only added: if they matter, the sum was measured to be small.) The epsilon of a normalization is
+   an attribute, and has float32 in any case.
+4. Sines and cosines stay, with all that leads to them: the angle of a timestep, a position or a frequency needs every
    bit, and a timestep of 981 and a half is no number of these types.
-4. What lies between stays too: movers on a way from float32 to float32, and cheap arithmetic that has float32 on all
+5. What lies between stays too: movers on a way from float32 to float32, and cheap arithmetic that has float32 on all
    sides. Otherwise a value would be rounded for nothing but its transport. A weight that an island reads, and that is
    not stored in the type, is moved in float32.
 
@@ -22,9 +26,12 @@ from fnmatch import fnmatchcase
 from math import isinf, isnan
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from trtdiff.calibrate.ranges import ValueRange
 from trtdiff.errors import BuildError
 from trtdiff.export.graph import MODULE
+from trtdiff.passes.base import SMALL
 from trtdiff.passes.half_types import KEEP, LIMITS, Half
 from trtdiff.passes.movers import moved, moves
 
@@ -38,6 +45,11 @@ CHEAP = frozenset({
     "Relu", "Sigmoid", "Silu", "Softplus", "Sqrt", "Sub", "Swish", "Tanh",
 })  # fmt: skip
 """Arithmetic element by element: reading and writing is what it costs, and casts would read and write as much."""
+ADDENDS: Mapping[str, tuple[int, ...]] = {
+    "Add": (0, 1), "Conv": (2,), "ConvTranspose": (2,), "Gemm": (2,), "GroupNormalization": (2,),
+    "LayerNormalization": (2,), "Sub": (0, 1),
+}  # fmt: skip
+"""Operator → its inputs that are only added."""
 WAVES = "the angle of a sine or cosine needs every bit of float32"
 OUTSIDE = "it only moves float32 that comes from outside and goes there"
 
@@ -48,7 +60,8 @@ def mark_islands(
     """Mark the nodes that stay in float32; give what began each island, with its reason and number of nodes.
 
     `patterns`: module paths, with * for any part → reason. `ranges`: value → its range; values without one are not
-    judged. Keys of the result are patterns, nodes whose value `dtype` cannot hold, and modules that make waves.
+    judged. Keys of the result are patterns, nodes and weights whose numbers `dtype` cannot hold, and modules that make
+    waves.
 
     Requires the canonical graph: float32, names as exported. Changes nothing but marks. Raises BuildError for a pattern
     that matches no module, a range of a value that the graph does not have, and one that is no number.
@@ -141,8 +154,9 @@ def _unholdable(graph: "ir.Graph", dtype: Half, ranges: Mapping[str, ValueRange]
     found = {}
     for name, measured in ranges.items():
         if reason := _reason(name, measured, dtype):
-            producer = values[name].producer()
-            found[values[name]] = (str(producer.name) if producer is not None else name, reason)
+            found[values[name]] = (_origin(values[name]), reason)
+    for value, why in _vanishing(graph, dtype):
+        found.setdefault(value, why)
     waiting = deque(found)
     while waiting:
         value = waiting.popleft()
@@ -151,6 +165,11 @@ def _unholdable(graph: "ir.Graph", dtype: Half, ranges: Mapping[str, ValueRange]
                 found[other] = found[value]
                 waiting.append(other)
     return found
+
+
+def _origin(value: "ir.Value") -> str:
+    producer = value.producer()
+    return str(value.name if producer is None else producer.name)
 
 
 def _values(graph: "ir.Graph") -> "Iterator[ir.Value]":
@@ -185,8 +204,59 @@ def _reason(name: str, measured: ValueRange, dtype: Half) -> str:
     if HEADROOM * measured.amax > limits.largest:
         return f"{name} reaches {measured.amax:.2g}; {dtype} ends at {limits.largest:.5g}"
     if measured.amax > 0 and measured.rms < limits.least_rms:
-        return f"{name} is about {measured.rms:.1e} (rms); below {limits.least_rms:.1e} {dtype} loses bits"
+        return _small(name, measured.rms, dtype)
     return ""
+
+
+# --- constants and weights -------------------------------------------------------------------------------------------
+
+
+def _vanishing(graph: "ir.Graph", dtype: Half) -> "Iterator[tuple[ir.Value, tuple[str, str]]]":
+    """Give constants that a type loses, with what is computed from those in the graph, and weights that it loses."""
+    import onnx_ir as ir
+
+    constants = [node.outputs[0] for node in graph if node.op_type == "Constant" and not node.domain]
+    for value in (*graph.initializers.values(), *constants):
+        tensor = ir.convenience.get_const_tensor(value)
+        if tensor is None or not tensor.dtype.is_floating_point() or tensor.dtype.name.lower() == dtype:
+            continue
+        widened = [node.outputs[0] for node in value.consumers() if value.is_initializer() and stored_weight(node)]
+        held = [item for item in (value, *widened) if item.dtype == ir.DataType.FLOAT]
+        readers = [reader for item in held for reader in item.uses() if not stored_weight(reader.node)]
+        if isinstance(tensor, ir.ExternalTensor):
+            if any(reader.idx not in ADDENDS.get(reader.node.op_type, ()) for reader in readers):
+                reason = _lost(str(value.name), tensor, dtype)
+                yield from ((item, (_origin(value), reason)) for item in held if reason)
+        elif tensor.size <= SMALL and (reason := _zeroed(str(value.name), tensor, dtype)):
+            made = [output for reader in readers if not moves(reader.node) for output in reader.node.outputs]
+            yield from ((item, (_origin(value), reason)) for item in (*held, *made))
+
+
+def _zeroed(name: str, tensor: "ir.TensorProtocol", dtype: Half) -> str:
+    """Say which number of a constant a type makes 0; empty where there is none."""
+    size = np.abs(np.asarray(tensor.numpy()).astype(np.float64))
+    gone = size[(size > 0) & (size <= LIMITS[dtype].step / 2)]
+    return f"{name} holds {gone.max():.2g}, which {dtype} makes 0" if gone.size else ""
+
+
+def _lost(name: str, tensor: "ir.ExternalTensor", dtype: Half) -> str:
+    """Say that a weight is too small for a type as a whole; reads no more of it than it takes to see that it is not."""
+    least, total = LIMITS[dtype].least_rms, 0.0
+    flat = tensor.numpy().reshape(-1)
+    try:
+        for start in range(0, flat.size, SMALL):
+            total += float(np.square(flat[start : start + SMALL].astype(np.float64)).sum())
+            if total >= least * least * flat.size:
+                return ""
+        rms = (total / flat.size) ** 0.5 if flat.size else 0.0
+    finally:
+        del flat
+        tensor.release()
+    return _small(name, rms, dtype) if rms > 0 else ""
+
+
+def _small(name: str, rms: float, dtype: Half) -> str:
+    return f"{name} is about {rms:.1e} (rms); below {LIMITS[dtype].least_rms:.1e} {dtype} loses bits"
 
 
 # --- sines and cosines -----------------------------------------------------------------------------------------------

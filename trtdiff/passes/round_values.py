@@ -8,6 +8,10 @@ would take the pairs out. Inside a node sums are float32, as they are in the ker
 
 from typing import TYPE_CHECKING
 
+from trtdiff.errors import BuildError
+from trtdiff.passes.casts import Casts
+from trtdiff.passes.schemas import type_word
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
@@ -15,25 +19,31 @@ if TYPE_CHECKING:
 def round_values(model: "ir.Model") -> None:
     """Turn a graph that `half_precision` made into one in float32 that rounds every value to its type.
 
-    Requires nothing. Ensures that no node but `Cast` reads or writes a half value, and the same inputs and outputs.
+    Requires inputs and outputs of other types than half ones, as `half_precision` leaves them; raises BuildError where
+    one is half. Ensures that no node but `Cast` and constants reads or writes a half value, and the same inputs and
+    outputs.
     """
     import onnx_ir as ir
 
     graph = model.graph
     halves = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
-    widened: dict[ir.Value, ir.Value] = {}
+    for end in (*graph.inputs, *graph.outputs):
+        if end.dtype in halves:
+            raise BuildError(
+                f"{end.name} is {type_word(end.dtype)} outside of the graph", where=f"graph {graph.name}",
+                hint="run half_precision first: it leaves inputs and outputs in float32"
+            )  # fmt: skip
+    casts = Casts(graph)
     for node in list(graph):
         for place, value in enumerate(node.inputs):
             if value is not None and value.is_initializer() and value.dtype in halves and node.op_type != "Cast":
-                if value not in widened:
-                    widened[value] = _cast(graph, value, ir.DataType.FLOAT, before=node)
-                node.replace_input_with(place, widened[value])
+                node.replace_input_with(place, casts.cast(value, ir.DataType.FLOAT))
         for value in node.outputs:
             if value.dtype in halves:
-                _round(graph, node, value)
+                _round(casts, node, value)
 
 
-def _round(graph: "ir.Graph", node: "ir.Node", value: "ir.Value") -> None:
+def _round(casts: Casts, node: "ir.Node", value: "ir.Value") -> None:
     """Let the readers of a half value read its float32 form, rounded."""
     import onnx_ir as ir
 
@@ -43,29 +53,7 @@ def _round(graph: "ir.Graph", node: "ir.Node", value: "ir.Value") -> None:
     narrow = value
     if node.op_type not in {"Cast", "Constant", "ConstantOfShape"}:  # those write a half value as it is
         value.dtype = ir.DataType.FLOAT
-        narrow = _cast(graph, value, half, after=node)
-    maker = narrow.producer()
-    wide = _cast(graph, narrow, ir.DataType.FLOAT, after=maker)
+        narrow = casts.cast(value, half)
+    wide = casts.cast(narrow, ir.DataType.FLOAT)
     for reader, place in readers:
         reader.replace_input_with(place, wide)
-
-
-def _cast(
-    graph: "ir.Graph",
-    value: "ir.Value",
-    to: "ir.DataType",
-    *,
-    before: "ir.Node | None" = None,
-    after: "ir.Node | None" = None,
-) -> "ir.Value":
-    import onnx_ir as ir
-
-    node = ir.node("Cast", [value], {"to": int(to)}, name=f"{value.name}/{to.name.lower()}")
-    made = node.outputs[0]
-    made.name, made.shape, made.type = node.name, value.shape, ir.TensorType(to)
-    if after is not None:
-        node.metadata_props.update(after.metadata_props)
-        graph.insert_after(after, node)
-    elif before is not None:
-        graph.insert_before(before, node)
-    return made

@@ -75,13 +75,13 @@ class Tape:
         result.shape, result.type = output.shape, output.type
         ir.convenience.replace_all_uses_with(output, result, replace_graph_outputs=True)
         self.put_before(node)
-        self._name_after(node)
+        self.name_after(node)
         name, output.name = output.name, None
         assert graph is not None, "a node of a graph"  # noqa: S101 - `put_before` has checked it
         graph.remove(node, safe=True)
         result.name = name
 
-    def _name_after(self, node: "ir.Node") -> None:
+    def name_after(self, node: "ir.Node") -> None:
         """Name nodes and values for the node that they replace, and give them its module and mark."""
         taken: Counter[str] = Counter()
         for made in self._nodes:
