@@ -190,7 +190,7 @@ def test_the_network_is_strongly_typed_and_the_plan_written_in_every_version(bui
     assert (build.engine / PLAN).read_bytes() == SERIALIZED
     assert realised["plan_bytes"] == len(SERIALIZED)
     assert realised["arithmetic"] == {"float16": 1}
-    assert realised["warnings"] == []
+    assert realised["remarks"] == realised["warnings"] == []
     assert "precision" not in realised
     assert library.shapes["x"] == ((1, 4), (2, 4), (4, 4))
     assert library.config.profiling_verbosity == "detailed"
@@ -210,7 +210,7 @@ def test_attention_is_decomposed_for_a_parser_that_does_not_know_it(build):
     realised = build(library, ATTENTION)
     assert "Attention" not in library.parsed
     assert {"MatMul", "Softmax"} <= set(library.parsed)
-    assert "tensorrt 10.13.0.35 does not know attention" in realised["warnings"][0]
+    assert "tensorrt 10.13.0.35 does not know attention" in realised["remarks"][0]
     (layer,) = read_layers_file(build.engine)
     assert layer.modules == ("blocks.0",)
     assert "precision" not in realised  # the layer's node is one of the graph that was compiled
@@ -218,7 +218,7 @@ def test_attention_is_decomposed_for_a_parser_that_does_not_know_it(build):
 
 def test_attention_is_left_to_a_parser_that_knows_it(build):
     library = Library(says=[listing(line("net/0"))])
-    assert build(library, ATTENTION)["warnings"] == []
+    assert build(library, ATTENTION)["remarks"] == []
     assert library.parsed == ["Attention"]
 
 
@@ -232,7 +232,7 @@ def test_the_engine_is_asked_where_the_log_does_not_tell_every_layer(build, says
     other = {**INSPECTED, "Name": "net/4", "Metadata": "[ONNX Layer: net/4]"}
     realised = build(Library(says=says, inspector=told(INSPECTED, other)))
     assert [layer.name for layer in read_layers_file(build.engine)] == ["net/0", "net/4"]
-    assert realised["warnings"] == []
+    assert realised["remarks"] == realised["warnings"] == []
 
 
 def test_the_engine_is_not_asked_where_the_log_tells_every_layer(build):
@@ -251,11 +251,11 @@ def test_the_engine_is_not_asked_where_the_log_tells_every_layer(build):
 def test_an_engine_that_tells_nothing_is_a_warning_that_says_why(build, inspector, reason):
     says = [("WARNING", f"of the compiler {number}") for number in range(30)]
     realised = build(Library(says=[*says, ("ERROR", "no CUDA device")], inspector=inspector))
-    first, second, *others = realised["warnings"]
+    first, second = realised["remarks"]
     assert first == "the precision of this engine is not verified: the compiler listed no layers"
     assert "of 0 layers that the compiler listed, 0 could be read" in second
     assert reason in second
-    assert others == [f"of the compiler {number}" for number in range(20)]
+    assert realised["warnings"] == [f"of the compiler {number}" for number in range(20)]
     assert realised["precision"] == "not verified: the compiler listed no layers"
 
 
@@ -275,8 +275,8 @@ def test_times_that_cannot_be_kept_lose_no_engine(build, tmp_path, times, reason
     library.times = times
     realised = build(library, options=BuilderOptions(timing_cache=tmp_path / "times"), times=L4)
     assert (build.engine / PLAN).read_bytes() == SERIALIZED
-    assert realised["warnings"][0].startswith("the measured times were not kept: ")
-    assert reason in realised["warnings"][0]
+    assert realised["remarks"][0].startswith("the measured times were not kept: ")
+    assert reason in realised["remarks"][0]
 
 
 # --- precision -------------------------------------------------------------------------------------------------------
@@ -325,7 +325,8 @@ def test_layers_in_the_types_of_the_graph_pass(build, lines):
 def test_what_cannot_be_compared_is_said_to_be_not_verified(build, lines, reason):
     realised = build(Library(says=[listing(*lines), ("WARNING", "of the compiler")]))
     assert realised["precision"] == f"not verified: {reason}"
-    assert realised["warnings"] == [f"the precision of this engine is not verified: {reason}", "of the compiler"]
+    assert realised["remarks"] == [f"the precision of this engine is not verified: {reason}"]
+    assert realised["warnings"] == ["of the compiler"]
     _require_precision(realised, "float16", "denoiser.onnx")
 
 

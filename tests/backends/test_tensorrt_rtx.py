@@ -50,7 +50,7 @@ def test_an_engine_its_types_and_its_layers(tmp_path):
     assert realised["arithmetic"] == {"float16": 1}
     assert realised["other_arithmetic"] == []
     assert set(realised["types"]) == {"float16"}
-    assert realised["warnings"] == []
+    assert realised["remarks"] == realised["warnings"] == []
     assert "precision" not in realised  # its layers were compared with the graph
     layers = read_layers_file(tmp_path / "engine")
     assert len(layers) == realised["layers"]

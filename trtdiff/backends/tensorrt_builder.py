@@ -269,15 +269,15 @@ def _symbolic_dims(graph: Path) -> dict[str, tuple[int | str, ...]]:
 
 
 def _realised(trt: Any, logger: Any, graph: Path, out: Path) -> dict[str, Any]:
-    """Write `layers.json`, and sum up the layers and what was said; what we say ourselves comes first."""
+    """Write `layers.json`, and sum up the layers; `remarks` are what we say ourselves, `warnings` the compiler's."""
     compiled, log = Graph(graph), logger.listener
     layers = with_modules(_listed(trt, logger, out / PLAN), compiled.modules)
     if layers:
         write_layers_file(out, layers)
     found = compared(layers, compiled)
     doubt = [f"the precision of this engine is {found['precision']}"] if "precision" in found else []
-    warnings = [*doubt, *log.remarks, *list(dict.fromkeys(log.warnings))[:_WARNINGS]]
-    return {"warnings": warnings, **summed_up(layers), **found}
+    warnings = list(dict.fromkeys(log.warnings))[:_WARNINGS]
+    return {"remarks": [*doubt, *log.remarks], "warnings": warnings, **summed_up(layers), **found}
 
 
 def _listed(trt: Any, logger: Any, plan: Path) -> list[Layer]:
