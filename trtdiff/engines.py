@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from trtdiff.backends import BACKENDS, Session, Toolchain
 from trtdiff.backends import backend as backend_called
+from trtdiff.backends.blame import Noting
 from trtdiff.bundle import BUNDLE_FILE, Bundle, BundleManifest
 from trtdiff.errors import ArtefactError, MissingDependency, TrtdiffError, UsageError
 from trtdiff.families import family
@@ -125,9 +126,15 @@ class Engines:
 
         Every prompt is encoded alone, so that its numbers do not depend on what it was asked together with.
         """
-        encoded = self._family.encode([prompt] * self.least_batch, self.manifest.facts, self.tokenizers, self._sessions)
+        noting = {name: Noting(session) for name, session in self._sessions.items()}
+        encoded = self._family.encode([prompt] * self.least_batch, self.manifest.facts, self.tokenizers, noting)
+
+        def blame() -> str:
+            told = {name: session.first_non_finite() for name, session in noting.items()}
+            return "; ".join(f"{name}: {words}" for name, words in told.items() if words)
+
         for name, values in encoded.items():
-            check_finite(values[:1], f"{name} of the prompt {prompt[:60]!r}")
+            check_finite(values[:1], f"{name} of the prompt {prompt[:60]!r}", blame)
         return {name: values[0] for name, values in encoded.items()}
 
 

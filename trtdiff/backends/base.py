@@ -30,6 +30,13 @@ class Toolchain:
     details: Mapping[str, str] = field(default_factory=dict)
 
 
+class Runs(Protocol):
+    """All that a family needs of a session to make conditions from prompts."""
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Execute once."""
+
+
 class Session(Protocol):
     """An engine ready to execute. Not thread-safe: one caller at a time; use several sessions for several threads.
 

@@ -7,6 +7,23 @@ from trtdiff.errors import MissingDependency
 from trtdiff.types import Array
 
 
+class Noting:
+    """A session that notes what it was last run with, so that it can be asked afterwards."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._feeds: Mapping[str, Array] | None = None
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Execute once."""
+        self._feeds = feeds
+        return self._session.run(feeds)
+
+    def first_non_finite(self) -> str:
+        """Say in which layer the first value that is not finite came up; empty where it was not run."""
+        return "" if self._feeds is None else first_non_finite(self._session, self._feeds)
+
+
 def first_non_finite(session: Session, feeds: Mapping[str, Array]) -> str:
     """Say in which layer the first value that is not finite comes up with these feeds, or why that is not known."""
     if not isinstance(session, LooksInside):

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,9 +28,6 @@ from trtdiff.sampler import SamplerTable, run_loop
 from trtdiff.sampler_book import SamplerBook
 from trtdiff.tokens import Tokenizer
 from trtdiff.types import Array
-
-if TYPE_CHECKING:
-    from trtdiff.backends.base import Session
 
 __all__ = ["DEFAULTS", "ranges_spec", "scan_memory", "scan_ranges", "scan_seconds", "scan_settings"]
 
@@ -88,8 +85,7 @@ class _Scan:
         tokenizers = {name: Tokenizer.open(self._export / files[name], facts.tokens[name]) for name in facts.tokens}
         texts = [*self._settings.prompts, *[self._settings.negative] * (self._settings.branches - 1)]
         with self._opened(*(name for name in self._graphs if name not in _AFTER_TEXT)) as sessions:
-            known = cast("Mapping[str, Session]", sessions)  # a family calls nothing of them but `run`
-            return [kind.encode([text], facts, tokenizers, known) for text in texts]
+            return [kind.encode([text], facts, tokenizers, sessions) for text in texts]
 
     def _denoise(self, table: SamplerTable, conditions: Conditions) -> Array:  # [B, C, h, w]
         settings, latent = self._settings, self._manifest.facts.latent

@@ -15,7 +15,7 @@ from trtdiff.types import Array, ShapeProfile, TensorSpec
 if TYPE_CHECKING:
     import torch
 
-    from trtdiff.backends.base import Session
+    from trtdiff.backends.base import Runs
     from trtdiff.tokens import Tokenizer
 
 Config = Mapping[str, Any]
@@ -137,6 +137,6 @@ class ModelFamily(ABC):
         prompts: Sequence[str],
         facts: ModelFacts,
         tokenizers: Mapping[str, "Tokenizer"],
-        sessions: Mapping[str, "Session"],
+        sessions: Mapping[str, "Runs"],
     ) -> dict[str, Array]:
         """Turn prompts into the denoiser's conditions, by name, each [len(prompts), …] float32."""

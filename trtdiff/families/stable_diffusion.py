@@ -12,7 +12,7 @@ from trtdiff.types import Array, TensorSpec
 if TYPE_CHECKING:
     import torch
 
-    from trtdiff.backends.base import Session
+    from trtdiff.backends.base import Runs
     from trtdiff.tokens import Tokenizer
 
 
@@ -117,7 +117,7 @@ class StableDiffusion(ModelFamily):
         prompts: Sequence[str],
         facts: ModelFacts,  # noqa: ARG002 - other families need them
         tokenizers: Mapping[str, "Tokenizer"],
-        sessions: Mapping[str, "Session"],
+        sessions: Mapping[str, "Runs"],
     ) -> dict[str, Array]:
         """Run the text encoder over padded token ids; the last hidden state is the condition."""
         ids = np.stack([tokenizers["tokenizer"].encode(prompt) for prompt in prompts])  # [B, tokens] int64
