@@ -4,6 +4,7 @@ Whether a table is exact is measured in float64 when it is compiled (`affinity`)
 """
 
 import inspect
+import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -252,6 +253,28 @@ def test_rows_borrowed_from_the_full_run_are_those_of_a_run_of_its_own(name):
                 assert np.array_equal(table.scales, run.scales)
                 assert np.array_equal(table.draws, run.draws)
                 assert np.array_equal(table.timesteps, run.timesteps)
+
+
+def test_threads_replace_names_one_after_another():
+    scheduler = make_scheduler(SD15, "ddim")
+    module, entered, leave, order = inspect.getmodule(type(scheduler)), threading.Event(), threading.Event(), []
+    before = module.randn_tensor
+
+    def hold():
+        with Stage(make_scheduler(SD15, "ddim")):
+            entered.set()
+            leave.wait(10)
+            order.append("first")
+
+    first = threading.Thread(target=hold)
+    first.start()
+    entered.wait(10)
+    threading.Timer(0.2, leave.set).start()
+    with Stage(scheduler):
+        order.append("second")
+    first.join()
+    assert order == ["first", "second"]
+    assert module.randn_tensor is before
 
 
 def test_a_run_leaves_the_scheduler_as_it_was():

@@ -12,6 +12,7 @@ everything older than the window; least squares finds it, and what it leaves is 
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -184,6 +185,9 @@ def _its_reason() -> Iterator[None]:
         raise RefusedSteps(f"{type(error).__name__}: {error}") from error
 
 
+_REPLACING = threading.RLock()
+
+
 class Stage:
     """A context in which a scheduler runs over basis vectors; it also stands in for the image's generator.
 
@@ -239,9 +243,12 @@ class Stage:
 
 @contextmanager
 def replaced(scheduler: Any, **replacements: Any) -> Iterator[None]:
-    """Replace names in the modules that the scheduler's methods come from, while inside."""
+    """Replace names in the modules that the scheduler's methods come from, while inside; other threads wait.
+
+    Were two inside at once, the one that leaves last would put back what the other had replaced.
+    """
     modules = {cls.__module__ for cls in type(scheduler).__mro__ if cls.__module__.startswith("diffusers.schedulers")}
-    with ExitStack() as undo:
+    with _REPLACING, ExitStack() as undo:
         for module in modules:
             for name in replacements.keys() & vars(sys.modules[module]).keys():
                 undo.enter_context(patch.object(sys.modules[module], name, replacements[name]))
