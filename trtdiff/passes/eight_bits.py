@@ -1,0 +1,76 @@
+"""The two types of 8 bits as numbers, and how float32 numbers are rounded to them.
+
+Quantization is symmetric, with zero point 0: a number x is stored as round(x / scale) and read as that times the scale,
+clipped to the type's largest magnitude. A tensor's *clip* is the magnitude that its largest stored number stands for,
+`scale · largest`.
+
+Clips that are tried, and edges that numbers are counted at, lie on one geometric grid, `GRID ** index`, the same for
+every tensor of every model, so that what was measured at them on different data can be added.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, log
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+
+from trtdiff.types import Array
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+EightBits: TypeAlias = Literal["int8", "float8"]
+
+GRID = 2.0**0.25
+"""Ratio of one clip that is tried to the next."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One type of 8 bits."""
+
+    name: EightBits
+    largest: float
+    """Of int8 127: -128 is not used, so that negating a number is exact. Of E4M3 (OCP 8-bit floating point) 448."""
+    stored_as: str
+    """Element type as numpy or ml_dtypes name it."""
+
+    @property
+    def dtype(self) -> "ir.DataType":
+        """Element type in ONNX."""
+        import onnx_ir as ir
+
+        return {"int8": ir.DataType.INT8, "float8": ir.DataType.FLOAT8E4M3FN}[self.name]
+
+    def stored(self, array: Array) -> Array:
+        """Round numbers that were divided by their scale: float32 [...] → int8 or float8_e4m3fn [...]; clips."""
+        clipped = np.clip(array, -self.largest, self.largest)
+        if self.name == "int8":
+            return np.rint(clipped).astype(np.int8)
+        import ml_dtypes
+
+        return clipped.astype(ml_dtypes.float8_e4m3fn)
+
+    def rounded(self, array: Array) -> Array:
+        """The same, as the float32 numbers that are read back. Ties go to even."""
+        clipped = np.clip(array, -self.largest, self.largest)
+        if self.name == "int8":
+            return np.rint(clipped)
+        # three bits of mantissa; below 2 ** -6 numbers are multiples of 2 ** -9
+        bits = clipped.astype(np.float32).view(np.uint32)
+        odd = (bits >> np.uint32(20)) & np.uint32(1)
+        normal = ((bits + np.uint32(0x7FFFF) + odd) & np.uint32(0xFFF00000)).view(np.float32)
+        return np.where(np.abs(clipped) < 2.0**-6, np.rint(clipped * 512) / 512, normal)
+
+
+FORMATS: Mapping[EightBits, Format] = {
+    "int8": Format("int8", 127.0, "int8"),
+    "float8": Format("float8", 448.0, "float8_e4m3fn"),
+}
+
+
+def grid_index(magnitude: float) -> int:
+    """Give the index of the least clip of the grid that is no smaller than a positive magnitude."""
+    index = ceil(log(magnitude) / log(GRID) - 1e-9)
+    return index if GRID**index >= magnitude * (1 - 1e-9) else index + 1
