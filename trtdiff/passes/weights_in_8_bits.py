@@ -1,0 +1,122 @@
+"""Weights stored in 8 bits: an initializer of bytes, a scale an output channel, and a `DequantizeLinear`.
+
+The bytes and scales are computed when they are written, a block of output channels at a time, so that the largest
+tensor in float32 is never held. Scales are rounded to the type of the graph first, and weights are rounded with those,
+so that a scale of few bits costs nothing but a slightly other clip.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+
+from trtdiff.errors import BuildError
+from trtdiff.passes.derived import derived_weight
+from trtdiff.passes.eight_bits import Format
+from trtdiff.types import Array
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Base: TypeAlias = Literal["float32", "float16", "bfloat16"]
+
+BLOCK = 1 << 21
+"""Elements that are converted at a time."""
+LEAST_SCALE = {"int8": 2.0**-19, "float8": 2.0**-14}
+"""Smaller scales are not used, since float16 has no precise ones: 2^-14 is its smallest normal number. E4M3 has binades
+enough to do without; int8 would lose bits, and may go down to where float16 has 32 steps in an octave."""
+UNSEEN = 1.0
+"""Clip of a tensor in which nothing but zeros was seen."""
+ALL_PHASES = tuple(2.0 ** (-step / 8) for step in range(-7, 1))
+"""Clips of a channel in E4M3 for its largest magnitude: through one binade, since where a number falls in it is all that
+matters to a floating-point type. int8 tries none: clipping a channel gained nothing."""
+
+
+def rounded_scale(clip: float, kind: Format, base: Base) -> float:
+    """Give the scale of a clip as the graph's type has it; never 0."""
+    return float(_rounded_scales(np.array([clip]), kind, base)[0])
+
+
+def _rounded_scales(clips: Array, kind: Format, base: Base) -> Array:
+    import ml_dtypes
+
+    used = np.where(clips > 0, clips, UNSEEN)
+    scales = np.maximum(used / kind.largest, LEAST_SCALE[kind.name]).astype(np.float32)
+    narrow = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[base]
+    rounded: Array = scales.astype(narrow).astype(np.float32)
+    return rounded
+
+
+class WeightIn8Bits:
+    """One weight [out, in, …] on its way to 8 bits; `smooth` [in] multiplies it first."""
+
+    def __init__(self, weight: "ir.Value", kind: Format, base: Base, smooth: Array | None = None) -> None:
+        self._weight, self._kind, self._base, self._smooth = weight, kind, base, smooth
+        self._scales: Array | None = None
+
+    def dequantized(self) -> "ir.Value":
+        """Register bytes and scales beside the weight, and give the output of a node that dequantizes them.
+
+        The node is in no graph yet; it is `value.producer()`.
+        """
+        import onnx_ir as ir
+
+        stored = self._weight.const_value
+        assert stored is not None, "an initializer"  # noqa: S101 - `layers` looked at it
+        shape = stored.shape.numpy()
+        stem = f"{self._weight.name}.{self._kind.name}"
+        bytes_ = derived_weight(self._weight, stem, self._bytes, dtype=self._kind.dtype, shape=shape)
+        scales = derived_weight(
+            self._weight, f"{stem}.scale", self._scale, dtype=ir.DataType.FLOAT, shape=shape[:1]
+        )
+        node = ir.node("DequantizeLinear", [bytes_, scales], {"axis": 0}, name=f"{stem}/DequantizeLinear")
+        made = node.outputs[0]
+        made.name, made.shape, made.type = str(node.name), ir.Shape(shape), ir.TensorType(ir.DataType.FLOAT)
+        return made
+
+    def _scale(self, array: Array) -> Array:  # [out, in, …] → [out] float32
+        if self._scales is None:
+            found = np.concatenate([self._clips(block) for _, block in self._blocks(array)])
+            self._scales = _rounded_scales(found, self._kind, self._base)
+        return self._scales
+
+    def _bytes(self, array: Array) -> Array:
+        scales = self._scale(array)
+        made = np.empty(array.shape, self._kind.stored_as if self._kind.name == "int8" else _float8())
+        flat = made.reshape(len(made), -1)
+        for first, block in self._blocks(array):
+            flat[first : first + len(block)] = self._kind.stored(block / scales[first : first + len(block), None])
+        return made
+
+    def _blocks(self, array: Array) -> Iterator[tuple[int, Array]]:
+        """Give blocks of output channels in float32, flat, each with the number of its first."""
+        flat = array.reshape(len(array), -1)
+        rows = max(1, BLOCK // max(1, flat.shape[1]))
+        for first in range(0, len(flat), rows):
+            block = flat[first : first + rows].astype(np.float32)
+            if self._smooth is not None:
+                block *= np.repeat(self._smooth, flat.shape[1] // len(self._smooth))
+            yield first, block
+
+    def _clips(self, block: Array) -> Array:
+        largest = np.abs(block).max(axis=1)
+        if not np.isfinite(largest).all():
+            raise BuildError("a weight is not finite", where=f"weight {self._weight.name}",
+                             hint="the checkpoint is damaged, or was never good: see it with PyTorch")  # fmt: skip
+        return largest if self._kind.name == "int8" else self._best(block, np.where(largest > 0, largest, UNSEEN))
+
+    def _best(self, block: Array, largest: Array) -> Array:
+        """Choose among phases of a binade by the squared error."""
+        clips, least = largest, np.full(len(block), np.inf)
+        for phase in ALL_PHASES:
+            scale = (largest / phase / self._kind.largest)[:, None].astype(np.float32)
+            error = np.square(self._kind.rounded(block / scale) * scale - block).sum(axis=1)
+            clips = np.where(error < least, largest / phase, clips)
+            least = np.minimum(least, error)
+        return clips
+
+
+def _float8() -> "np.dtype[np.void]":
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.float8_e4m3fn)
