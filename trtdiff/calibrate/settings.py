@@ -1,9 +1,9 @@
-"""What a range scan runs, with nothing left open, and what that takes."""
+"""What a range scan or a calibration runs, with nothing left open, and what that takes."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,6 +16,10 @@ from trtdiff.export.manifest import ExportManifest
 from trtdiff.families import family
 from trtdiff.machine import installed
 from trtdiff.manifest import RangesSpec, as_json
+from trtdiff.passes.eight_bits import EightBits
+from trtdiff.recipes.quantization import Method
+
+S = TypeVar("S", bound="ScanSettings")
 
 STEPS = 4
 """Over the whole schedule, for two prompts with and without guidance: 16 executions of the denoiser.
@@ -76,34 +80,105 @@ class ScanSettings:
 
 def scan_settings(export: ExportManifest, given: Mapping[str, Any] = DEFAULTS) -> ScanSettings:
     """Fill in what is left open: the checkpoint's own size and guidance, its family's prompts. Raises UsageError."""
+    return _filled(export, {**DEFAULTS, **given}, ScanSettings, "a scan")
+
+
+def _filled(export: ExportManifest, given: Mapping[str, Any], kind: type[S], what: str) -> S:
     facts = export.facts
     own = {
         "prompts": prompts_for(export.family), "negative": NEGATIVE, "guidance": facts.guidance,
         "height": facts.latent.height, "width": facts.latent.width,
     }  # fmt: skip
     try:
-        return msgspec.convert({**own, **DEFAULTS, **given}, ScanSettings)
+        return msgspec.convert({**own, **given}, kind)
     except msgspec.ValidationError as error:
-        raise UsageError(f"not the settings of a scan: {error}", where=str(dict(given))) from None
+        raise UsageError(f"not the settings of {what}: {error}", where=str(dict(given))) from None
+
+
+SAMPLES = 64
+"""Of the denoiser, in a calibration."""
+SAMPLE_STEPS = 20
+BANDS = 8
+CALIBRATION: Mapping[str, Any] = MappingProxyType({
+    "steps": SAMPLE_STEPS, "seed": 0, "samples": SAMPLES, "bands": BANDS, "method": "mse",
+    "formats": ("int8", "float8"), "sensitivity": 1,
+})  # fmt: skip
+"""Settings of a calibration where nobody asks for others."""
+
+
+@dataclass(frozen=True)
+class CalibrationSettings(ScanSettings):
+    """The request behind a calibration: as many pictures as its samples take, each from a seed of its own.
+
+    Pictures take the prompts in turn; see `calibrate.samples`.
+    """
+
+    samples: int = SAMPLES
+    """Of the denoiser: one is a picture at a step, both guidance branches."""
+    bands: int = BANDS
+    """Equal parts of the training timesteps, which get equally many samples."""
+    method: Method = "mse"
+    """How clips will be chosen, which says what is measured."""
+    formats: tuple[EightBits, ...] = ("int8", "float8")
+    """Types of 8 bits whose errors, and whose noise in every layer, are measured."""
+    sensitivity: int = 1
+    """Samples a band that the noise of layers is measured on; 0: it is not."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.samples < 1:
+            raise UsageError(f"{self.samples} samples", where="--samples", hint="ask for one a timestep band, or more")
+        if self.bands < 1 or self.sensitivity < 0:
+            raise UsageError(f"{self.bands} bands, {self.sensitivity} samples a band", where="--bands",
+                             hint="one band at least")  # fmt: skip
+        if not self.formats:
+            raise UsageError("no type of 8 bits", where="--precision", hint="int8, fp8, or both")
+
+    def __str__(self) -> str:
+        return (
+            f"{self.samples} samples in {self.bands} bands, {len(self.prompts)} prompts, {self.steps} steps, guidance "
+            f"{self.guidance:g}, seed {self.seed}, {self.height}x{self.width}, method {self.method}"
+        )
+
+
+@dataclass(frozen=True)
+class CalibrationSpec(RangesSpec):
+    """Everything that determines a calibration; its `settings` are those of CalibrationSettings."""
+
+
+def calibration_settings(export: ExportManifest, given: Mapping[str, Any] = CALIBRATION) -> CalibrationSettings:
+    """Fill in what is left open, as `scan_settings` does. Raises UsageError."""
+    return _filled(export, {**CALIBRATION, **given}, CalibrationSettings, "a calibration")
+
+
+def calibration_spec(export: ExportManifest, given: Mapping[str, Any] = CALIBRATION) -> CalibrationSpec:
+    """Give everything that determines a calibration of this export; its settings are what `calibrate_export` takes."""
+    settings = asdict(calibration_settings(export, given))
+    return CalibrationSpec(**_determines(export, "trtdiff.calibrate.calibration"), settings=as_json(settings))
 
 
 def ranges_spec(export: ExportManifest, given: Mapping[str, Any] = DEFAULTS) -> RangesSpec:
     """Give everything that determines a scan of this export; its settings are what `scan_ranges` takes."""
+    settings = as_json(asdict(scan_settings(export, given)))
+    return RangesSpec(**_determines(export, "trtdiff.calibrate.scan"), settings=settings)
+
+
+def _determines(export: ExportManifest, module: str) -> dict[str, Any]:
+    """Give the fields of a spec that do not depend on settings; `module` does the work."""
     toolchain = OnnxRuntime().toolchain()
     passes = [place.partition(":")[0] for place in OnnxRuntime.passes]
     kind = type(family(export.family)).__module__
-    return RangesSpec(
-        graphs={component.name: component.graph_sha256 for component in export.components},
-        weights={component.name: component.weights for component in export.components},
-        family=export.family,
-        facts=as_json(export.facts),
-        scheduler=export.scheduler,
-        tokenizers=export.tokenizer_sha256,
-        settings=as_json(asdict(scan_settings(export, given))),
-        libraries={**installed(_LIBRARIES), toolchain.backend: toolchain.version},
-        trtdiff=trtdiff.__version__,
-        trtdiff_code=code_digest(["trtdiff.calibrate.scan", "trtdiff.export.schedulers", *passes, kind]),
-    )
+    return {
+        "graphs": {component.name: component.graph_sha256 for component in export.components},
+        "weights": {component.name: component.weights for component in export.components},
+        "family": export.family,
+        "facts": as_json(export.facts),
+        "scheduler": export.scheduler,
+        "tokenizers": export.tokenizer_sha256,
+        "libraries": {**installed(_LIBRARIES), toolchain.backend: toolchain.version},
+        "trtdiff": trtdiff.__version__,
+        "trtdiff_code": code_digest([module, "trtdiff.export.schedulers", *passes, kind]),
+    }
 
 
 def scan_memory(weights: Mapping[str, int], *, pixels: int = PIXELS) -> int:

@@ -7,6 +7,7 @@ either: it says minus infinity and means it.
 Runs before anything else, on the exported graph, so that the values have their exported names.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trtdiff.passes.movers import moves
@@ -19,8 +20,10 @@ _MASK = 3
 """Place of the mask among the inputs of `Attention`."""
 
 
-def observe(model: "ir.Model") -> tuple[Place, ...]:
+def observe(model: "ir.Model", more: "Sequence[ir.Value]" = ()) -> tuple[Place, ...]:
     """Add the output `statistics`, one column a place that is returned, in the order of the nodes.
+
+    Values of `more` that only move numbers are observed besides, in the last columns.
 
     Requires a graph that computes in float32. Ensures that `cpu_forms` still finds the attentions that it found: their
     outputs are read behind the `Transpose` that follows.
@@ -35,7 +38,9 @@ def observe(model: "ir.Model") -> tuple[Place, ...]:
             fixed.update(node.outputs)
         elif not moves(node):
             observed += [value for value in node.outputs if _is_float(value) and value not in masks and _is_used(value)]
-    add_statistics(graph, [_readable(value) for value in observed])
+    seen = set(observed)
+    observed += [value for value in dict.fromkeys(more) if value not in seen]
+    add_statistics(graph, [readable(value) for value in observed])
     return tuple(map(place_of, observed))
 
 
@@ -57,8 +62,8 @@ def _masks(node: "ir.Node", place: int, masks: "set[ir.Value]") -> bool:
     return any(value in masks for value in node.outputs)
 
 
-def _readable(value: "ir.Value") -> "ir.Value":
-    """Where the numbers of a value can be read: for an attention, behind the transpose that gives its heads back."""
+def readable(value: "ir.Value") -> "ir.Value":
+    """Give where a value can be read: of an attention, behind the transpose that gives its heads back."""
     node = value.producer()
     if node is None or node.op_type != "Attention":
         return value

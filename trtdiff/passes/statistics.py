@@ -58,31 +58,13 @@ def add_statistics(graph: "ir.Graph", values: Sequence["ir.Value"]) -> None:
     import onnx_ir as ir
 
     tape, full = Tape(), ir.DataType.FLOAT
-    rows = [_row(tape, [tape.op(kind, value, keepdims=0) for value in values], full) for kind in KINDS]
-    counts = _row(tape, [tape.op("Size", value) for value in values], ir.DataType.INT64)
+    rows = [tape.stacked([tape.op(kind, value, keepdims=0) for value in values], full) for kind in KINDS]
+    counts = tape.stacked([tape.op("Size", value) for value in values], ir.DataType.INT64)
     rows.append(tape.op("Cast", counts, to=int(full)))
     output = ir.Value(name=STATISTICS, shape=ir.Shape([len(KINDS) + 1, len(values)]), type=ir.TensorType(full))
-    tape.op("ConcatFromSequence", _sequence(tape, rows, full), output=output, axis=0, new_axis=1)
+    tape.stacked(rows, full, output)
     tape.put_last(graph)
     graph.outputs.append(output)
-
-
-def _row(tape: Tape, scalars: Sequence["ir.Value"], dtype: "ir.DataType") -> "ir.Value":
-    """Lay scalars side by side; a sequence stacks them by one node where `Concat` needs a `Reshape` for each."""
-    import onnx_ir as ir
-
-    row = tape.op("ConcatFromSequence", _sequence(tape, scalars, dtype), axis=0, new_axis=1)
-    row.type = ir.TensorType(dtype)
-    return row
-
-
-def _sequence(tape: Tape, values: Sequence["ir.Value"], dtype: "ir.DataType") -> "ir.Value":
-    """Make a sequence, whose type nothing else would write down."""
-    import onnx_ir as ir
-
-    made = tape.op("SequenceConstruct", *values)
-    made.type = ir.SequenceType(ir.TensorType(dtype))
-    return made
 
 
 def amax(statistics: Array) -> Array:  # [4, n] → [n] float64

@@ -1,6 +1,7 @@
 """New nodes for a graph, written down in order and put in together."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Tape:
-    """Collects nodes; `put_first`, `put_last` or `put_before` inserts them, and types what they make."""
+    """Collects nodes; `put_first`, `put_last`, `put_at` or `put_before` inserts them, and types what they make."""
 
     def __init__(self) -> None:
         self._nodes: list[ir.Node] = []
@@ -29,11 +30,23 @@ class Tape:
         self._nodes.append(node)
         return node.outputs[0]
 
+    def like(self, node: "ir.Node", inputs: "Sequence[ir.Value | None]") -> "ir.Value":
+        """Add a node of one output that does to other inputs what a node does, and give that output."""
+        import onnx_ir as ir
+
+        made = ir.Node(node.domain, node.op_type, inputs, node.attributes.values(), num_outputs=1)
+        self._nodes.append(made)
+        return made.outputs[0]
+
     def constant(self, array: Array) -> "ir.Value":
         """Add a constant."""
         import onnx_ir as ir
 
         return self.op("Constant", value=ir.tensor(array))
+
+    def number(self, number: float) -> "ir.Value":
+        """Add a float32 constant without dimensions."""
+        return self.constant(np.array(number, np.float32))
 
     def ints(self, *numbers: int) -> "ir.Value":
         """Add a constant vector of int64: a shape, axes."""
@@ -44,6 +57,21 @@ class Tape:
         import onnx_ir as ir
 
         return value if value.dtype == ir.DataType.FLOAT else self.op("Cast", value, to=int(ir.DataType.FLOAT))
+
+    def stacked(
+        self, values: "Sequence[ir.Value]", dtype: "ir.DataType", output: "ir.Value | None" = None
+    ) -> "ir.Value":
+        """Lay values of one shape and type side by side; a sequence does it by one node, `Concat` by a `Reshape` each.
+
+        Types are set where nothing else would write them down.
+        """
+        import onnx_ir as ir
+
+        sequence = self.op("SequenceConstruct", *values)
+        sequence.type = ir.SequenceType(ir.TensorType(dtype))
+        made = self.op("ConcatFromSequence", sequence, output=output, axis=0, new_axis=1)
+        made.type = ir.TensorType(dtype)
+        return made
 
     def put_first(self, graph: "ir.Graph") -> None:
         """Insert in front of everything."""
@@ -56,6 +84,15 @@ class Tape:
     def put_last(self, graph: "ir.Graph") -> None:
         """Insert behind everything."""
         graph.extend(self._nodes)
+        self._type(graph)
+
+    def put_at(self, graph: "ir.Graph", value: "ir.Value") -> None:
+        """Insert where a value is made: right behind its node, or in front of everything for an input of the graph."""
+        node = value.producer()
+        if node is None:
+            self.put_first(graph)
+            return
+        graph.insert_after(node, self._nodes)
         self._type(graph)
 
     def put_before(self, node: "ir.Node") -> None:

@@ -1,0 +1,179 @@
+"""The real denoising loop over the graphs of an export, which can be replayed: for scans and calibrations.
+
+Every execution is of one row (one image, one guidance branch), so that activations take as little memory as they can.
+The sampler and guidance are computed on the host: the graphs are the exported ones, whose values have the names that
+later passes know. What networks gave is kept in a `Recording`; where it is known, only samples are executed.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from trtdiff.calibrate.opened import Opened
+from trtdiff.calibrate.recording import Recording
+from trtdiff.calibrate.settings import ScanSettings
+from trtdiff.errors import MissingDependency
+from trtdiff.export.manifest import ExportManifest
+from trtdiff.families import family
+from trtdiff.images import to_array, to_images
+from trtdiff.loop import Start
+from trtdiff.noise import TorchStream
+from trtdiff.sampler import SamplerTable, run_loop
+from trtdiff.sampler_book import SamplerBook
+from trtdiff.tokens import Tokenizer
+from trtdiff.types import Array
+
+SCHEDULER = "default"
+VAE = ("vae_decoder", "vae_encoder")
+LATE = ("denoiser", *VAE)
+"""Components that are not text encoders."""
+
+Wanted = Callable[[int, int], int | None]
+"""Says of picture and call which band it is a sample of, if it is to be counted."""
+
+
+def compile_table(manifest: ExportManifest, steps: int, scratch: Path) -> SamplerTable:
+    """Compile the checkpoint's own scheduler, for this number of steps alone."""
+    try:
+        from trtdiff.export import schedulers
+    except ImportError as error:
+        raise MissingDependency(f"scanning ranges needs {error.name}", hint="pip install 'trtdiff[compile]'") from None
+    scratch.mkdir(parents=True, exist_ok=True)
+    path = scratch / "samplers.safetensors"
+    try:
+        schedulers.compile_samplers(manifest.scheduler, [SCHEDULER], path=path, steps=[steps])
+        return SamplerBook.open(path).table(SCHEDULER, steps)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+class Loop:
+    """Pictures from prompts, on sessions that are handed in stage by stage."""
+
+    def __init__(
+        self,
+        export: Path,
+        manifest: ExportManifest,
+        settings: ScanSettings,
+        table: SamplerTable,
+        *,
+        pictures: Sequence[str],
+        recording: Recording,
+    ) -> None:
+        """`pictures` are their prompts; picture i has seed `settings.seed + i`."""
+        self._export, self._manifest, self._settings = export, manifest, settings
+        self._table, self._recording = table, recording
+        self.pictures = tuple(pictures)
+        self.texts = tuple(dict.fromkeys([*pictures, *[settings.negative] * (settings.branches - 1)]))
+        """Every text once; the negative one last, unless it is a prompt too."""
+
+    def encode_texts(self, sessions: Mapping[str, Opened], wanted: Callable[[int], bool]) -> None:
+        """Encode every text; `wanted` says which of them are counted."""
+        kind, facts = family(self._manifest.family), self._manifest.facts
+        files = self._manifest.tokenizers
+        tokenizers = {name: Tokenizer.open(self._export / files[name], facts.tokens[name]) for name in facts.tokens}
+        for number, text in enumerate(self.texts):
+            name, context = f"text-{number}", f"prompt {text!r}"
+            self._once(name, list(sessions.values()), 0 if wanted(number) else None, context,
+                       lambda text=text: kind.encode([text], facts, tokenizers, sessions))  # type: ignore[misc] # fmt: skip
+
+    def denoise(self, denoiser: Opened, wanted: Wanted) -> None:
+        """Run the loop of every picture; keep its last latent, and count the samples that are wanted."""
+        latent = self._manifest.facts.latent
+        size = (self._settings.height, self._settings.width)
+        shape = (1, latent.channels, *(side // latent.downscale for side in size))
+        for picture in range(len(self.pictures)):
+            if self._recording.get(f"latent-{picture}") is not None and not any(
+                wanted(picture, call) is not None for call in range(self._table.calls)
+            ):
+                continue
+            branches = list(self._branches(picture))
+            stream = TorchStream(self._settings.seed + picture)
+            start = Start(stream.randn(shape), None, [stream])
+
+            def predict(sample: Array, timestep: float, call: int, picture: int = picture) -> Array:
+                def execute() -> dict[str, Array]:
+                    made = np.zeros_like(sample)
+                    for label, weight, condition in branches:  # noqa: B023 - called at once
+                        denoiser.context = self._words(picture, call, timestep, label)
+                        feeds = {"sample": sample, "timestep": np.full(1, timestep, np.float32), **condition}
+                        made += weight * denoiser.run(feeds)["prediction"]
+                    return {"prediction": made}
+
+                name = f"prediction-{picture}-{call}"
+                return self._once(name, [denoiser], wanted(picture, call), "", execute)["prediction"]
+
+            result = run_loop(self._table, predict, start.noise, draw=start.draw)
+            self._recording.put(f"latent-{picture}", {"latent": result})
+
+    def decode(self, decoder: Opened, wanted: Callable[[int], bool]) -> None:
+        """Decode every picture; what is kept is the picture as image to image gets it: 8 bits a channel."""
+        for picture in range(len(self.pictures)):
+
+            def execute(picture: int = picture) -> dict[str, Array]:
+                image = decoder.run({"latent": self._kept(f"latent-{picture}")["latent"]})["image"]
+                return {"image": np.asarray(to_images(image)[0])}
+
+            self._once(f"image-{picture}", [decoder], 0 if wanted(picture) else None, self._picture(picture), execute)
+
+    def encode_images(self, encoder: Opened, wanted: Callable[[int], bool]) -> None:
+        """Encode the pictures that are wanted."""
+        from PIL import Image
+
+        for picture in range(len(self.pictures)):
+            if wanted(picture):
+                image = Image.fromarray(self._kept(f"image-{picture}")["image"])
+                encoder.context = self._picture(picture)
+                encoder.run({"image": to_array(image, image.height, image.width)[None]})
+                encoder.count()
+
+    # --- helpers
+
+    def _once(
+        self,
+        name: str,
+        sessions: Sequence[Opened],
+        band: int | None,
+        context: str,
+        execute: Callable[[], Mapping[str, Array]],
+    ) -> Mapping[str, Array]:
+        """Execute where it is to be counted or not yet known; give what is known from the first time."""
+        known = self._recording.get(name)
+        if band is None and known is not None:
+            return known
+        for session in sessions:
+            session.discard()
+            session.context = context
+        made = execute()
+        if known is None:
+            self._recording.put(name, made)
+        for session in sessions:
+            if band is None:
+                session.discard()
+            else:
+                session.count(band)
+        return made if known is None else known
+
+    def _kept(self, name: str) -> dict[str, Array]:
+        found = self._recording.get(name)
+        assert found is not None, f"{name} was recorded by an earlier stage"  # noqa: S101 - an invariant
+        return found
+
+    def _branches(self, picture: int) -> Iterator[tuple[str, np.float32, dict[str, Array]]]:
+        """Give the guidance branches of a picture: words, weight and conditions."""
+        own = self._kept(f"text-{self.texts.index(self.pictures[picture])}")
+        if self._settings.branches == 1:
+            yield "", np.float32(1), own
+        else:
+            negative = self._kept(f"text-{self.texts.index(self._settings.negative)}")
+            yield ", negative branch", np.float32(1 - self._settings.guidance), negative
+            yield "", np.float32(self._settings.guidance), own
+
+    def _picture(self, picture: int) -> str:
+        return f"prompt {self.pictures[picture]!r}, seed {self._settings.seed + picture}"
+
+    def _words(self, picture: int, call: int, timestep: float, branch: str) -> str:
+        step = f"step {call + 1} of {self._table.calls}, timestep {timestep:g}"
+        return f"{self._picture(picture)}, {step}{branch}"

@@ -1,0 +1,335 @@
+"""What a pass over the samples measures: outputs that it adds to a graph, and how what they say is added up.
+
+A measurement's *totals* are arrays by name, each a maximum or a sum, some with a row a timestep band. `fold` gives new
+arrays and changes none, so that an interruption finds either the old or the new.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from trtdiff.calibrate.cache import COUNT, ERROR, NOISE, RANGE, Component, LayerFacts, Noise, Statistics, rounded
+from trtdiff.calibrate.clips import clip_of, counted_edges, tried_clips
+from trtdiff.passes.channel_maxima import CHANNELS, add_channel_maxima
+from trtdiff.passes.count_beyond import COUNTS, add_counts
+from trtdiff.passes.eight_bits import GRID, EightBits
+from trtdiff.passes.layer_inputs import measured
+from trtdiff.passes.layer_noise import NOISE as NOISE_OUTPUT
+from trtdiff.passes.layer_noise import Rounded, add_layer_noise
+from trtdiff.passes.layers import Layer, layers
+from trtdiff.passes.observe import observe
+from trtdiff.passes.rounding_errors import ERRORS, Candidate, add_rounding_errors
+from trtdiff.passes.statistics import STATISTICS, Place, amax
+from trtdiff.recipes.quantization import Method
+from trtdiff.types import Array
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+Arrays = Mapping[str, Array]
+
+
+class Measurement(ABC):
+    """One kind of measurement, of one graph."""
+
+    name: ClassVar[str]
+    """Of the pass, as caches write it."""
+    maxima: ClassVar[frozenset[str]] = frozenset()
+    """Totals that are maxima; the others are sums."""
+    banded: ClassVar[frozenset[str]] = frozenset()
+    """Totals that have a row a band."""
+
+    @abstractmethod
+    def prepare(self, model: "ir.Model") -> bool:
+        """Add the outputs to an exported graph; false where there is nothing to measure, and nothing was added."""
+
+    @abstractmethod
+    def read(self, outputs: dict[str, Array]) -> dict[str, Array]:
+        """Take the added outputs away from those of one execution, and give what they add to the totals."""
+
+    @abstractmethod
+    def totals(self, seen: Component) -> dict[str, Array]:
+        """Give the totals that a cache holds; after `prepare`."""
+
+    @abstractmethod
+    def into(self, seen: Component, totals: Arrays) -> Component:
+        """Give what a cache holds once it has these totals; after `prepare`."""
+
+    def not_finite(self, found: Arrays) -> Place | None:  # noqa: ARG002 - most do not look
+        """Give the first value of an execution that is not finite, where this measurement can tell."""
+        return None
+
+    def fold(self, totals: Arrays, found: Arrays, band: int) -> dict[str, Array]:
+        """Add what one execution, of this band, has to the totals."""
+        folded = {}
+        for name, before in totals.items():
+            after, join = before.copy(), np.maximum if name in self.maxima else np.add
+            place = band if name in self.banded else slice(None)
+            after[place] = join(before[place], found[name])
+            folded[name] = after
+        return folded
+
+
+class Ranges(Measurement):
+    """Largest magnitude, sum of squares and elements of every value; with layers, the channels of their inputs."""
+
+    name = RANGE
+    maxima = frozenset({"amax", "channels"})
+    banded = frozenset({"amax", "squares", "elements"})
+
+    def __init__(self, bands: int, *, layers_too: bool) -> None:
+        self._bands, self._layers_too = bands, layers_too
+        self.places: tuple[Place, ...] = ()
+        self._channels: dict[str, int] = {}
+        self._layers: dict[str, Layer] = {}
+
+    def prepare(self, model: "ir.Model") -> bool:
+        """Observe every value, and the channels of what goes into linear layers."""
+        if not self._layers_too:
+            self.places = observe(model)
+            return True
+        found = list(layers(model.graph))
+        self._layers = {layer.name: layer for layer in found}
+        self._facts = {layer.name: _facts(layer) for layer in found}
+        linear = {measured(layer, 0): layer.inner for layer in found if layer.operator == "linear"}
+        self._channels = {str(value.name): size for value, size in linear.items()}
+        self.places = observe(model, [measured(layer, place) for layer in found for place in layer.activations])
+        if linear:
+            add_channel_maxima(model.graph, list(linear))
+        return True
+
+    def read(self, outputs: dict[str, Array]) -> dict[str, Array]:
+        """Give amax, squares and elements of every value, and channels."""
+        seen = outputs.pop(STATISTICS)
+        largest, elements = amax(seen), seen[3].astype(np.float64)
+        # squares of numbers beyond 1e16 overflow: no sum is larger than that of as many of the largest
+        squares = np.minimum(seen[2].astype(np.float64), largest**2 * elements)
+        channels = outputs.pop(CHANNELS) if self._channels else np.zeros(0)
+        return {"amax": largest, "squares": squares, "elements": elements, "channels": channels.astype(np.float64)}
+
+    def not_finite(self, found: Arrays) -> Place | None:
+        """Name the first value with NaN or infinity."""
+        finite = np.isfinite(found["amax"])
+        return None if finite.all() else self.places[int(np.argmin(finite))]
+
+    def totals(self, seen: Component) -> dict[str, Array]:
+        """Give what a cache holds, as arrays."""
+        values, channels = len(self.places), sum(self._channels.values())
+        empty = {name: np.zeros((self._bands, values)) for name in ("amax", "squares", "elements")}
+        if not seen.values:
+            return {**empty, "channels": np.zeros(channels)}
+        kept = [seen.values[place.value] for place in self.places]
+        found = {name: np.array([getattr(one, name) for one in kept], np.float64).T for name in empty}
+        rows = [seen.values[name].channels for name in self._channels]
+        return {**found, "channels": np.array([number for row in rows for number in row], np.float64)}
+
+    def into(self, seen: Component, totals: Arrays) -> Component:
+        """Give a cache that holds these."""
+        numbers = iter(_largest(totals["channels"]))
+        channels = {name: tuple(islice(numbers, size)) for name, size in self._channels.items()}
+        values = {}
+        for number, place in enumerate(self.places):
+            values[place.value] = replace(
+                seen.values.get(place.value, Statistics((), (), ())),
+                amax=_largest(totals["amax"][:, number]),
+                squares=tuple(totals["squares"][:, number].tolist()),
+                elements=tuple(map(int, totals["elements"][:, number])),
+                channels=channels.get(place.value, ()),
+            )
+        return replace(seen, values=values, layers=self.facts(values, seen.rows))
+
+    def facts(self, values: Mapping[str, Statistics], rows: int) -> dict[str, LayerFacts]:
+        """Say what the layers are, and how many multiply-adds a row of theirs takes."""
+        return {name: replace(self._facts[name], macs=self._macs(name, values, rows)) for name in self._layers}
+
+    def _macs(self, name: str, values: Mapping[str, Statistics], rows: int) -> int:
+        layer, facts = self._layers[name], self._facts[name]
+        if not rows:
+            return 0
+        if layer.operator == "attention":
+            query, key, value = (sum(values[given].elements) / rows for given in facts.inputs)
+            heads = _heads(layer)
+            # H·Tq·d, H·Tk·d and H·Tk·e elements: Tq·Tk·d multiply-adds a head for the scores, Tq·Tk·e for the result
+            return round(query * (key + value) / (heads * layer.inner)) if heads and layer.inner else 0
+        output = values.get(str(layer.node.outputs[0].name))
+        return round(sum(output.elements) / rows) * layer.inner if output else 0
+
+
+class RoundingErrors(Measurement):
+    """Squared errors of rounding every input of a layer, at several clips around its largest magnitude."""
+
+    name = ERROR
+
+    def __init__(self, seen: Component, formats: Sequence[EightBits]) -> None:
+        self._seen, self._formats = seen, formats
+        self._tried: dict[str, list[Candidate]] = {}
+
+    def prepare(self, model: "ir.Model") -> bool:
+        """Try the clips around what was seen before."""
+        tried = {}
+        for value in _layer_inputs(model):
+            statistics = self._seen.values[str(value.name)]
+            candidates = [
+                Candidate(name, index, clips=GRID**index < statistics.largest)
+                for name in self._formats
+                for index in tried_clips(statistics, name)
+            ]
+            if candidates:
+                tried[value] = candidates
+                self._tried[str(value.name)] = candidates
+        if tried:
+            add_rounding_errors(model.graph, tried.items())
+        return bool(tried)
+
+    def read(self, outputs: dict[str, Array]) -> dict[str, Array]:
+        """Give an error a candidate."""
+        errors = outputs.pop(ERRORS).astype(np.float64)
+        return {"errors": np.nan_to_num(errors, posinf=_HUGE)}
+
+    def totals(self, seen: Component) -> dict[str, Array]:
+        """Give what a cache holds, as arrays."""
+        found = [
+            seen.values[name].errors.get(one.format, {}).get(one.index, 0.0)
+            for name, candidates in self._tried.items()
+            for one in candidates
+        ]
+        return {"errors": np.array(found, np.float64)}
+
+    def into(self, seen: Component, totals: Arrays) -> Component:
+        """Give a cache that holds these."""
+        numbers, values = iter(totals["errors"].tolist()), dict(seen.values)
+        for name, candidates in self._tried.items():
+            errors: dict[str, dict[int, float]] = {}
+            for one in candidates:
+                errors.setdefault(one.format, {})[one.index] = next(numbers)
+            values[name] = replace(values[name], errors={**values[name].errors, **errors})
+        return replace(seen, values=values)
+
+
+class Counts(Measurement):
+    """How many elements of every input of a layer lie beyond edges of the grid."""
+
+    name = COUNT
+
+    def __init__(self, seen: Component) -> None:
+        self._seen = seen
+        self._edges: dict[str, tuple[int, ...]] = {}
+
+    def prepare(self, model: "ir.Model") -> bool:
+        """Count beyond the edges below what was seen before."""
+        edges = {value: counted_edges(self._seen.values[str(value.name)]) for value in _layer_inputs(model)}
+        edges = {value: indexes for value, indexes in edges.items() if indexes}
+        self._edges = {str(value.name): indexes for value, indexes in edges.items()}
+        if edges:
+            add_counts(model.graph, edges.items())
+        return bool(edges)
+
+    def read(self, outputs: dict[str, Array]) -> dict[str, Array]:
+        """Give a count an edge."""
+        return {"beyond": outputs.pop(COUNTS).astype(np.float64)}
+
+    def totals(self, seen: Component) -> dict[str, Array]:
+        """Give what a cache holds, as arrays."""
+        found = [seen.values[name].beyond.get(index, 0) for name, edges in self._edges.items() for index in edges]
+        return {"beyond": np.array(found, np.float64)}
+
+    def into(self, seen: Component, totals: Arrays) -> Component:
+        """Give a cache that holds these."""
+        numbers, values = iter(totals["beyond"].tolist()), dict(seen.values)
+        for name, edges in self._edges.items():
+            values[name] = replace(values[name], beyond={index: int(next(numbers)) for index in edges})
+        return replace(seen, values=values)
+
+
+class LayerNoise(Measurement):
+    """What rounding its operands does to the result of every layer."""
+
+    name = NOISE
+
+    def __init__(self, seen: Component, formats: Sequence[EightBits], method: Method) -> None:
+        self._seen, self._formats, self._method = seen, formats, method
+        self._layers: list[str] = []
+
+    def prepare(self, model: "ir.Model") -> bool:
+        """Repeat every layer on rounded operands."""
+        asked = []
+        for layer in layers(model.graph):
+            values = [self._seen.values[str(measured(layer, place).name)] for place in layer.activations]
+            asked.append((layer, [
+                Rounded(name, tuple(clip_of(value, name, self._method) for value in values)) for name in self._formats
+            ]))  # fmt: skip
+            self._layers.append(layer.name)
+        if asked:
+            add_layer_noise(model.graph, asked)
+        return bool(asked)
+
+    def read(self, outputs: dict[str, Array]) -> dict[str, Array]:
+        """Give signal and noises of every layer."""
+        noise = outputs.pop(NOISE_OUTPUT).astype(np.float64)
+        return {"noise": np.nan_to_num(noise, nan=_HUGE, posinf=_HUGE)}
+
+    def totals(self, seen: Component) -> dict[str, Array]:
+        """Give what a cache holds, as arrays."""
+        found = np.zeros((len(self._layers), 1 + len(self._formats)))
+        for column, name in enumerate(self._formats, start=1):
+            for row, layer in enumerate(self._layers):
+                kept = seen.noise.get(name, {}).get(layer)
+                if kept is not None:
+                    found[row, 0], found[row, column] = kept.signal, kept.noise
+        return {"noise": found}
+
+    def into(self, seen: Component, totals: Arrays) -> Component:
+        """Give a cache that holds these."""
+        table: list[list[float]] = totals["noise"].tolist()
+        noise: dict[str, Mapping[str, Noise]] = {
+            name: {layer: Noise(row[0], row[column]) for layer, row in zip(self._layers, table, strict=True)}
+            for column, name in enumerate(self._formats, start=1)
+        }
+        return replace(seen, noise={**seen.noise, **noise})
+
+
+_HUGE = 1e300
+"""Stands for a sum that overflowed float32."""
+
+
+def finished(seen: Component) -> Component:
+    """Give a component as it is written down once nothing will be added to it: sums with few digits."""
+    values = {
+        name: replace(
+            one,
+            squares=tuple(map(rounded, one.squares)),
+            errors={kind: {index: rounded(error) for index, error in of.items()} for kind, of in one.errors.items()},
+        )
+        for name, one in seen.values.items()
+    }
+    noise = {
+        kind: {layer: Noise(rounded(one.signal), rounded(one.noise)) for layer, one in of.items()}
+        for kind, of in seen.noise.items()
+    }
+    return replace(seen, values=values, noise=noise)
+
+
+def _largest(numbers: Array) -> tuple[float, ...]:
+    return tuple(map(rounded, numbers.tolist()))
+
+
+def _layer_inputs(model: "ir.Model") -> "list[ir.Value]":
+    found: dict[Any, None] = {}
+    for layer in layers(model.graph):
+        found |= dict.fromkeys(measured(layer, place) for place in layer.activations)
+    return list(found)
+
+
+def _facts(layer: Layer) -> LayerFacts:
+    inputs = tuple(str(measured(layer, place).name) for place in layer.activations)
+    return LayerFacts(layer.module, layer.operator, 0, inputs)
+
+
+def _heads(layer: Layer) -> int:
+    shape = layer.node.inputs[0].shape if layer.node.inputs[0] is not None else None
+    heads = None if shape is None or len(shape) != 4 else shape[1]
+    return heads if isinstance(heads, int) else 0

@@ -1,0 +1,104 @@
+"""What rounding the operands of one layer to 8 bits does to its result, for every layer at once, in its own graph.
+
+Each layer stands in the graph a second time, on operands that were rounded; its inputs are the exact ones, so that the
+noise of one layer is not that of those before it. Weights are rounded while the graph runs, and only when the layer's
+turn comes: their scale is multiplied by a 1 that is made from the layer's input. Otherwise a runtime would compute them
+all when it opens the graph, and hold every weight twice.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trtdiff.passes.eight_bits import FORMATS, EightBits
+from trtdiff.passes.layer_inputs import measured, rearranged
+from trtdiff.passes.layers import Layer
+from trtdiff.passes.observe import readable
+from trtdiff.passes.rounding_errors import round_trip
+from trtdiff.passes.tape import Tape
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+NOISE = "layer_noise"
+"""Name of the output: float32 [layers, 1 + formats], the signal first."""
+_TINY = 2.0**-126
+"""Scale of a channel whose weights are all 0."""
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """How the inputs of a layer are rounded."""
+
+    format: EightBits
+    clips: tuple[float, ...]
+    """One an input that is an activation; 0: it is always 0."""
+
+
+def add_layer_noise(graph: "ir.Graph", asked: Sequence[tuple[Layer, Sequence[Rounded]]]) -> None:
+    """Add the output `layer_noise`, a row a layer: sum of squares of its result, and of the difference by format.
+
+    Requires the canonical graph, at least one layer, and as many formats for each. Keeps what `cpu_forms` looks for.
+    """
+    import onnx_ir as ir
+
+    rows = []
+    for layer, formats in asked:
+        tape = Tape()
+        exact = readable(layer.node.outputs[0])
+        sums = [tape.op("ReduceSumSquare", exact, keepdims=0)]
+        for how in formats:
+            noisy = _attention(tape, layer, how) if layer.operator == "attention" else _product(tape, layer, how)
+            sums.append(tape.op("ReduceSumSquare", tape.op("Sub", noisy, exact), keepdims=0))
+        rows.append(tape.stacked(sums, ir.DataType.FLOAT))
+        tape.put_at(graph, exact)
+    tape = Tape()
+    shape = ir.Shape([len(rows), 1 + len(asked[0][1])])
+    output = ir.Value(name=NOISE, shape=shape, type=ir.TensorType(ir.DataType.FLOAT))
+    tape.stacked(rows, ir.DataType.FLOAT, output)
+    tape.put_last(graph)
+    graph.outputs.append(output)
+
+
+def _product(tape: Tape, layer: Layer, how: Rounded) -> "ir.Value":
+    """Repeat a convolution or a linear layer on rounded operands."""
+    value, weight, *rest = layer.node.inputs
+    assert value is not None, "an input of a layer"  # noqa: S101 - `layers` gives no other
+    assert weight is not None, "a weight of a layer"  # noqa: S101 - `layers` gives no other
+    axis = 1 if layer.node.op_type == "MatMul" else 0
+    others = tape.ints(*(place for place in range(len(weight.shape or ())) if place != axis))
+    largest = tape.op("ReduceMax", weight, others, keepdims=0)
+    least = tape.op("ReduceMin", weight, others, keepdims=0)
+    magnitude = tape.op("Max", largest, tape.op("Neg", least))
+    scale = tape.op("Div", magnitude, tape.number(FORMATS[how.format].largest))
+    scale = tape.op("Mul", tape.op("Max", scale, tape.number(_TINY)), _one(tape, value))
+    kept = round_trip(tape, weight, scale, how.format, axis=axis, size=layer.outer)
+    return tape.like(layer.node, [_rounded(tape, value, how.clips[0], how.format), kept, *rest])
+
+
+def _attention(tape: Tape, layer: Layer, how: Rounded) -> "ir.Value":
+    """Repeat an attention on rounded query, key and value, with all that splits heads and turns them."""
+    operands: list[ir.Value | None] = list(layer.node.inputs)
+    for place, clip in zip(layer.activations, how.clips, strict=True):
+        value = operands[place]
+        assert value is not None, "an input of a layer"  # noqa: S101 - `layers` gives no other
+        number = _rounded(tape, measured(layer, place), clip, how.format)
+        for node in rearranged(value):
+            number = tape.like(node, [number, *node.inputs[1:]])
+            number.shape, number.type = node.outputs[0].shape, node.outputs[0].type
+        operands[place] = number
+    result = tape.like(layer.node, operands)
+    output = layer.node.outputs[0]
+    result.shape, result.type = output.shape, output.type
+    turned = readable(output).producer()
+    return result if turned is None or turned is layer.node else tape.like(turned, [result])
+
+
+def _rounded(tape: Tape, value: "ir.Value", clip: float, name: EightBits) -> "ir.Value":
+    return round_trip(tape, value, tape.number((clip or 1.0) / FORMATS[name].largest), name)
+
+
+def _one(tape: Tape, value: "ir.Value") -> "ir.Value":
+    """Give a 1 that cannot be known before the value is."""
+    one = tape.number(1)
+    return tape.op("Clip", tape.in_float32(tape.op("Size", value)), one, one)
