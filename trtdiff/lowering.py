@@ -3,7 +3,8 @@
 These functions take and return JSON-like values, since `trtdiff.worker` carries them between processes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtdiff.backends import backend as backend_named
 from trtdiff.backends.options import BuilderOptions
-from trtdiff.errors import BuildError, MissingDependency, TrtdiffError, UsageError
+from trtdiff.errors import ArtefactError, BuildError, MissingDependency, TrtdiffError, UsageError
 from trtdiff.lowered import read_graph, write_graph
 from trtdiff.passes.half_types import Half
 from trtdiff.types import DimRange, ShapeProfile
@@ -19,10 +20,15 @@ from trtdiff.types import DimRange, ShapeProfile
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from trtdiff.calibrate.cache import Cache, Component
+    from trtdiff.calibrate.ranges import ValueRange
+
 Progress = Callable[[int, int], None]
 
 HALVES: tuple[Half, ...] = ("float16", "bfloat16")
 """Types of arithmetic for which parts of a graph may have to stay in float32."""
+NOISIEST = 10
+"""How many of the layers that lose most an engine's manifest names."""
 _SHOWN = 3
 """How many layers an error describes."""
 PROLOGUES: dict[str, str] = {
@@ -45,14 +51,24 @@ def build_engine(
     progress: Progress,
     islands: Mapping[str, str] = MappingProxyType({}),
     ranges: str = "",
+    quantization: Mapping[str, Any] | None = None,
+    calibration: str = "",
+    calibration_digest: str = "",
 ) -> dict[str, Any]:
     """Lower an exported graph with `passes` and compile it into `out`/engine; its bindings, and what was realised.
 
     A half precision's float32 islands are `islands` (module pattern → reason), what the file `ranges` shows, and what
-    `mark_islands` keeps in any case; the result has them as `realised["islands"]`.
+    `mark_islands` keeps in any case; the result has them as `realised["islands"]`. `quantization` is a recipe's, as
+    plain values; scales come from the cache `calibration`, whose ranges stand for those of `ranges`, and whose digest
+    must be `calibration_digest` where one is given. The result says in `realised["quantization"]` what was done.
     """
     model = read_graph(Path(graph))
-    kept = _mark_islands(model, Path(graph), computes_in, islands, ranges)
+    component = Path(graph).stem
+    cache = _cache(calibration, calibration_digest)
+    seen = _calibrated_ranges(cache, component) if cache else _ranges(ranges, component)
+    kept: dict[str, Any] = _mark_islands(model, Path(graph), computes_in, islands, seen)
+    if quantization is not None:
+        kept |= _quantize(model, graph, computes_in, quantization, cache)
     for name in passes:
         _apply(name, model, graph)
     scratch, engine = Path(out, "lowered"), Path(out, "engine")
@@ -98,25 +114,78 @@ def named(place: str) -> Any:
     return getattr(import_module(module), function)
 
 
+def _cache(path: str, digest: str) -> "Cache | None":
+    """Read a calibration cache; none where there is no path."""
+    if not path:
+        return None
+    from trtdiff.calibrate.cache import read_cache
+
+    cache = read_cache(Path(path))
+    if digest and cache.digest != digest:
+        raise ArtefactError("the calibration was replaced while the build went on", where=path, hint="build again")
+    return cache
+
+
+def _calibrated_ranges(cache: "Cache", component: str) -> "Mapping[str, ValueRange]":
+    from trtdiff.calibrate.cache import statistics_of
+    from trtdiff.calibrate.ranges import ValueRange
+
+    return {name: ValueRange(seen.largest, seen.rms) for name, seen in statistics_of(cache, component).items()}
+
+
+def _ranges(path: str, component: str) -> "Mapping[str, ValueRange]":
+    if not path:
+        return {}
+    from trtdiff.calibrate.ranges import read_ranges
+
+    measured = read_ranges(Path(path)).components
+    if component not in measured:
+        raise BuildError(f"no ranges of {component} were scanned, only of {', '.join(measured)}", where=path,
+                         hint="scan this export again")  # fmt: skip
+    return measured[component]
+
+
 def _mark_islands(
-    model: "ir.Model", graph: Path, computes_in: str, islands: Mapping[str, str], ranges: str
-) -> dict[str, dict[str, str]]:
+    model: "ir.Model",
+    graph: Path,
+    computes_in: str,
+    islands: Mapping[str, str],
+    seen: "Mapping[str, ValueRange]",
+) -> dict[str, Any]:
     """Mark what stays in float32 where the graph goes to 16 bits; `{"islands": …}`, or nothing in other precisions."""
     if computes_in not in HALVES:
-        if islands or ranges:
+        if islands:
             raise UsageError(f"{computes_in} has no float32 islands", where=str(graph),
                              hint="leave them out, or build in fp16 or bf16")  # fmt: skip
         return {}
-    from trtdiff.calibrate.ranges import read_ranges
     from trtdiff.passes.mark_islands import mark_islands
 
-    measured = read_ranges(Path(ranges)).components if ranges else {}
-    if ranges and graph.stem not in measured:
-        raise BuildError(f"no ranges of {graph.stem} were scanned, only of {', '.join(measured)}", where=ranges,
-                         hint="scan this export again")  # fmt: skip
     half: Half = "float16" if computes_in == "float16" else "bfloat16"
-    found = mark_islands(model, dtype=half, patterns=islands, ranges=measured.get(graph.stem, {}))
-    return {"islands": found}
+    return {"islands": mark_islands(model, dtype=half, patterns=islands, ranges=seen)}
+
+
+def _quantize(
+    model: "ir.Model", graph: str, computes_in: str, quantization: Mapping[str, Any], cache: "Cache | None"
+) -> dict[str, Any]:
+    """Put 8 bits into a graph; what reads them, what does not and why, and which layers lose most."""
+    import msgspec
+
+    from trtdiff.passes.check_graph import check_graph
+    from trtdiff.passes.quantize import quantize
+    from trtdiff.recipes.quantization import Quantization
+
+    component = Path(graph).stem
+    how = msgspec.convert(dict(quantization), Quantization)
+    seen = cache.components[component] if cache else None
+    found = quantize(model, how=how, base=computes_in, statistics=seen.values if seen else {})  # type: ignore[arg-type]  # a recipe's
+    check_graph(model)
+    if not found.layers:
+        raise BuildError("no layer of this graph is quantized", where=f"{graph}: {next(iter(found.kept.values()), '')}",
+                         hint="keep fewer modules in the recipe, or ask for its base precision")  # fmt: skip
+    told: dict[str, Any] = {"layers": dict(Counter(found.layers.values())), "kept": found.kept}
+    if seen is not None and how.activations in seen.noise:
+        told["noisiest"] = noisiest(seen, how.activations, found.layers)
+    return {"quantization": told}
 
 
 def _apply(name: str, model: "ir.Model", graph: str) -> None:
@@ -148,6 +217,16 @@ def _apply(name: str, model: "ir.Model", graph: str) -> None:
             f"the pass {word} changed inputs or outputs: {', '.join(sorted(before ^ after))}", where=graph,
             hint="this is a fault of the pass; please report it with the graph"
         )  # fmt: skip
+
+
+def noisiest(seen: "Component", kind: str, chosen: Collection[str]) -> list[dict[str, Any]]:
+    """Give the quantized layers whose rounding costs most, worst first: module, decibels, share of multiply-adds."""
+    whole = sum(facts.macs for facts in seen.layers.values()) or 1
+    worst = sorted((one.decibels, name) for name, one in seen.noise[kind].items() if name in chosen)
+    return [
+        {"module": seen.layers[name].module, "decibels": round(decibels, 1), "share": seen.layers[name].macs / whole}
+        for decibels, name in worst[:NOISIEST]
+    ]
 
 
 def _ends(model: "ir.Model") -> set[str]:

@@ -15,6 +15,7 @@ from trtdiff.backends.tensorrt_failures import not_imported, not_installed
 from trtdiff.backends.timing_cache import Key
 from trtdiff.errors import MissingDependency, UsageError
 from trtdiff.machine import installed
+from trtdiff.passes.eight_bits import EightBits
 from trtdiff.types import ShapeProfile
 
 DISTRIBUTIONS = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12", "tensorrt-cu11")
@@ -31,7 +32,8 @@ class TensorRt:
     name = "tensorrt"
     extra = "gpu"
     passes = ()
-    precisions = ("fp16", "bf16")
+    bases = ("float16", "bfloat16")
+    formats: frozenset[EightBits] = frozenset({"int8", "float8"})
     sums = "reduce"
     fuses_attention = True
     keeps_graph = False

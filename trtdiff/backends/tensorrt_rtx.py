@@ -16,6 +16,7 @@ from trtdiff.backends.options import BuilderOptions
 from trtdiff.backends.tensorrt_builder import compile_graph, peak_memory
 from trtdiff.backends.tensorrt_failures import not_imported, not_installed
 from trtdiff.errors import MissingDependency, UsageError
+from trtdiff.passes.eight_bits import EightBits
 from trtdiff.types import ShapeProfile
 
 _PRODUCT = "tensorrt-rtx"
@@ -43,7 +44,8 @@ class TensorRtRtx:
     name = "tensorrt-rtx"
     extra = "rtx"
     passes = ("trtdiff.passes.decompose_attention:decompose_attention target=rtx",)
-    precisions = ("fp16", "bf16")
+    bases = ("float16", "bfloat16")
+    formats: frozenset[EightBits] = frozenset({"int8", "float8"})
     sums = "reduce"
     fuses_attention = True
     keeps_graph = False

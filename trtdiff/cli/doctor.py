@@ -89,7 +89,7 @@ def _abilities(compiler: tuple[Library, ...]) -> dict[str, str]:
     )
     answers = {verb: f"no: {text}" if text else "yes" for verb, text in missing.items()}
     for target, name in TARGETS.items():
-        scans = recipe(backend(name).precisions[0]).computes_in in SCANNED
+        scans = backend(name).bases[0] in SCANNED
         if scans and answers[f"build --target {target}"] == "yes" and building[SCANNER]:
             answers[f"build --target {target}"] = f"yes, with --no-range-scan: {building[SCANNER]}"
     return answers
