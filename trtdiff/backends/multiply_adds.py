@@ -110,6 +110,7 @@ class _Shapes:
 
     def _compute(self, node: "onnx.NodeProto", read: list[str]) -> None:
         """Execute a node that makes a small value out of small values, or out of a shape."""
+        import numpy as np
         from onnx import numpy_helper
         from onnx.reference import ReferenceEvaluator
 
@@ -117,15 +118,13 @@ class _Shapes:
         if len(node.output) != 1 or node.output[0] not in self._types or prod(shape) > _SMALL:
             return
         if node.op_type == "Shape":
-            import numpy as np
-
             ends = {str(item.name): item.i for item in node.attribute}
             dims = self.of(node.input[0])[ends.get("start") : ends.get("end")]
             self._values[node.output[0]] = numpy_helper.from_array(np.array(dims, np.int64))
         elif all(name in self._values for name in read):
             feeds = {name: numpy_helper.to_array(self._values[name]) for name in read}
             (made,) = ReferenceEvaluator(node).run(None, feeds)
-            self._values[node.output[0]] = numpy_helper.from_array(made)
+            self._values[node.output[0]] = numpy_helper.from_array(np.asarray(made))
 
 
 def _is_known(made: "onnx.TypeProto") -> bool:
