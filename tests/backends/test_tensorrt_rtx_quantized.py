@@ -5,6 +5,7 @@ import pytest
 
 from trtdiff.backends import backend
 from trtdiff.backends.options import BuilderOptions
+from trtdiff.backends.tensorrt_layers import read_layers_file
 from trtdiff.errors import BuildError
 from trtdiff.lowered import write_graph
 from trtdiff.lowering import _require_precision
@@ -66,6 +67,7 @@ def build(tmp_path):
         rtx = backend("tensorrt-rtx", device)
         return rtx.build(graph, SIZES, BuilderOptions(), out, lambda done, total: None)
 
+    compiled.engine = tmp_path / "engine"
     return compiled
 
 
@@ -84,6 +86,33 @@ def test_all_that_a_graph_quantizes_is_multiplied_in_8_bits(build, text, eight, 
     assert realised["quantized"] == {eight: COUNTS[text], other: 0, "total": COUNTS[text], "share": 1}
     assert realised["remarks"] == []
     _require_precision(realised, half, "graph.onnx")
+
+
+def with_wide_scales(text):
+    """Let scales be float32, and what is dequantized by them half precision."""
+    wide = (
+        text.replace("HALF s,", "float s,")
+        .replace("HALF[48] ws", "float[48] ws")
+        .replace("HALF[32] ws", "float[32] ws")
+    )
+    plain = wide.replace("DequantizeLinear (", "DequantizeLinear <output_dtype = CODE> (")
+    return plain.replace("DequantizeLinear <axis = 0>", "DequantizeLinear <axis = 0, output_dtype = CODE>")
+
+
+@pytest.mark.parametrize("text", [CONV, LINEAR], ids=["conv", "linear"])
+@pytest.mark.parametrize("eight", ["int8", "float8"])
+@pytest.mark.parametrize(("half", "code"), [("float16", 10), ("bfloat16", 16)])
+def test_scales_may_be_float32_and_sums_are_then_written_in_float32(build, text, eight, half, code):
+    realised = build(with_wide_scales(text).replace("CODE", str(code)), eight, half=half)
+    assert realised["quantized"]["share"] == 1
+    (layer,) = [layer for layer in read_layers_file(build.engine) if layer.computes]
+    assert layer.writes == "float32"
+
+
+def test_with_scales_in_float16_a_linear_layer_writes_sums_of_integers_in_float16_which_is_why_they_are_float32(build):
+    build(LINEAR, "int8")
+    (layer,) = [layer for layer in read_layers_file(build.engine) if layer.computes]
+    assert layer.writes == "float16"  # 64 · 127 · 127 is beyond its end
 
 
 def test_turing_has_no_convolutions_in_int8_which_is_an_error(build):
