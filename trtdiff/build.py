@@ -120,17 +120,19 @@ def _check_recipe(own: PrecisionRecipe, graphs: Iterable[str], export: Path) -> 
     """Refuse a pattern of somebody's own recipe that names no module of any component that it quantizes."""
     from trtdiff.passes.mark_islands import matching
 
-    how = own.quantization
-    named = [name for name in graphs if how is not None and Path(name).stem in how.components]
-    known = {*RECIPES[own.based_on].quantization.keep} if own.based_on and RECIPES[own.based_on].quantization else set()
-    for pattern in how.keep if how is not None and named else ():
+    named = [name for name in graphs if own.quantizes(Path(name).stem)]
+    if own.quantization is None or not named:
+        return
+    start = RECIPES[own.based_on].quantization if own.based_on else None
+    usual = start.keep if start else {}
+    for pattern in own.quantization.keep:
         problems = []
         for name in named:
             try:
                 matching(read_graph(export / name).graph, pattern)
             except BuildError as error:
                 problems.append(error)
-        if len(problems) == len(named) and pattern not in known:
+        if len(problems) == len(named) and pattern not in usual:
             raise UsageError(problems[0].message, where=f"{own.file}: quantization.keep; {', '.join(named)}",
                              hint=problems[0].hint)  # fmt: skip
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtdiff.backends import backend as backend_named
 from trtdiff.backends.options import BuilderOptions
+from trtdiff.backends.tensorrt_layers import EIGHT_BITS
 from trtdiff.errors import ArtefactError, BuildError, MissingDependency, TrtdiffError, UsageError
 from trtdiff.lowered import read_graph, write_graph
 from trtdiff.passes.half_types import Half
@@ -183,7 +184,7 @@ def _quantize(
         raise BuildError("no layer of this graph is quantized", where=f"{graph}: {next(iter(found.kept.values()), '')}",
                          hint="keep fewer modules in the recipe, or ask for its base precision")  # fmt: skip
     told: dict[str, Any] = {"layers": dict(Counter(found.layers.values())), "kept": found.kept}
-    if seen is not None and how.activations in seen.noise:
+    if seen is not None and how.activations is not None and how.activations in seen.noise:
         told["noisiest"] = noisiest(seen, how.activations, found.layers)
     return {"quantization": told}
 
@@ -244,24 +245,42 @@ def _ends(model: "ir.Model") -> set[str]:
 def _require_precision(realised: Mapping[str, Any], wanted: str, graph: str) -> None:
     """Refuse an engine that computes in another type than its graph, as far as its layers tell.
 
-    Where the compiler named the nodes of its layers, no layer may be `widened` (see `backends/tensorrt_precision.py`).
-    Where it did not, most of what multiplies must be of the type that was asked for.
+    Where the compiler named the nodes of its layers, no layer may be `widened` (see `backends/tensorrt_precision.py`)
+    or `not_quantized` (`backends/tensorrt_quantized.py`). Where it did not, most of what multiplies must be of the
+    type that was asked for, or of 8 bits where the graph has those.
     """
     if widened := realised.get("widened"):
-        words = (f"layer {item['layer']}; nodes {', '.join(item['nodes'])}; modules {', '.join(item['modules'])}"
-                 for item in widened[:_SHOWN])  # fmt: skip
-        more = [f"and {len(widened) - _SHOWN} more"] if len(widened) > _SHOWN else []
         raise BuildError(
-            f"the engine computes in float32 what its graph has in {wanted}", where="\n         ".join([*words, *more]),
+            f"the engine computes in float32 what its graph has in {wanted}", where=_shown(widened),
             hint="please report the layers; until then keep these modules in float32 with --keep, or build with "
             "another version of the compiler"
         )  # fmt: skip
+    if wider := realised.get("not_quantized"):
+        types = ", ".join(sorted({item["reads"] for item in wider}))
+        share = sum(item["share"] for item in wider)
+        raise BuildError(
+            f"the engine computes in {types} what its graph has in 8 bits ({share:.1%} of its multiply-adds)",
+            where=_shown(wider),
+            hint="leave out GPUs that have no kernel for it (sm75 has none for convolutions in int8), or let the "
+            "recipe keep these modules or operators in half precision"
+        )  # fmt: skip
     arithmetic = realised.get("arithmetic")
-    if "precision" not in realised or not arithmetic or arithmetic.get(wanted, 0) * 2 > sum(arithmetic.values()):
+    if "precision" not in realised or not arithmetic:
+        return
+    fitting = {wanted, *(EIGHT_BITS if "quantized" in realised else ())}
+    if sum(arithmetic.get(word, 0) for word in fitting) * 2 > sum(arithmetic.values()):
         return
     found = ", ".join(f"{count} in {dtype}" for dtype, count in arithmetic.items())
     raise BuildError(f"the engine was to compute in {wanted}; of its convolutions and products {found}", where=graph,
                      hint="keep fewer modules in float32 (--keep, what the range scan found), or use bf16")  # fmt: skip
+
+
+def _shown(layers: Sequence[Mapping[str, Any]]) -> str:
+    """Describe the first few layers."""
+    words = (f"layer {item['layer']}; nodes {', '.join(item['nodes'])}; modules {', '.join(item['modules'])}"
+             for item in layers[:_SHOWN])  # fmt: skip
+    more = [f"and {len(layers) - _SHOWN} more"] if len(layers) > _SHOWN else []
+    return "\n         ".join([*words, *more])
 
 
 def _spec(value: "ir.Value") -> dict[str, Any]:

@@ -251,7 +251,7 @@ def _check_possible(recipes: Mapping[str, PrecisionRecipe], backends: Mapping[st
     """Refuse what no engine of a target can be."""
     for target, backend in backends.items():
         chosen = recipes[target]
-        if why := backend.impossible(chosen.name):
+        if why := backend.impossible(chosen.name, chosen.formats):
             raise UsageError(f"{target} cannot be built in {chosen.name}: {why}", where="--target",
                              hint="leave that GPU out, or ask for another --precision")  # fmt: skip
 

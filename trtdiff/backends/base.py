@@ -120,8 +120,11 @@ class Backend(Protocol):
     def refusal(self, option: str) -> str:
         """Say why an option of `BuilderOptions`, by field name, cannot be had here; empty where it can."""
 
-    def impossible(self, precision: str) -> str:
-        """Say why engines for this device cannot be made in one of `precisions`; empty where they can. Quick."""
+    def impossible(self, precision: str, formats: frozenset[str] = frozenset()) -> str:
+        """Say why engines for this device cannot be made in one of `precisions`; empty where they can. Quick.
+
+        `formats` are the types of 8 bits that graphs of this precision hold, `int8` and `float8`, whatever its name.
+        """
 
     def memory(self, weights: int) -> int:
         """Estimate the peak bytes of memory that `build` takes for a graph with so many bytes of weights."""

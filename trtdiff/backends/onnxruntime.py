@@ -70,7 +70,7 @@ class OnnxRuntime:
         """Refuse all: ONNX Runtime optimizes a graph when it opens it, and stores nothing."""
         return "ONNX Runtime compiles nothing ahead of time"
 
-    def impossible(self, precision: str) -> str:  # noqa: ARG002
+    def impossible(self, precision: str, formats: frozenset[str] = frozenset()) -> str:  # noqa: ARG002
         """Refuse none."""
         return ""
 

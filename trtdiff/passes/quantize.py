@@ -8,9 +8,7 @@ Where they stand, by the rules of NVIDIA's "Explicit Quantization" [1] and of wh
    tensor, a weight one an output channel, on axis 0 as PyTorch stores it; a `Transpose` may follow. A bias keeps the
    base type.
 3. Weights are stored quantized, with a `DequantizeLinear` alone (`weights_in_8_bits`).
-4. Scales have the graph's type: what is dequantized takes its type from them, and TensorRT refuses float32 where the
-   layer is half. They are written as float32 numbers that the base type has exactly, and `half_precision` narrows them
-   with all else.
+4. Scales are float32, and stay so where `half_precision` narrows all else (see `half_precision.SCALED` for why).
 5. The sum of a convolution and another branch ("residual add"): where everything that reads the sum is quantized, the
    other operand goes through a pair too, so that the convolution may write 8 bits. Elsewhere, as in front of a norm, it
    would cost precision and gain nothing, and does not.
@@ -48,7 +46,7 @@ from trtdiff.passes.layer_inputs import measured
 from trtdiff.passes.layers import Layer, layers
 from trtdiff.passes.rounding_errors import round_trip
 from trtdiff.passes.tape import Tape
-from trtdiff.passes.weights_in_8_bits import Base, WeightIn8Bits, channel_maxima, rounded_scale
+from trtdiff.passes.weights_in_8_bits import WeightIn8Bits, channel_maxima, scale_of
 from trtdiff.recipes.quantization import Quantization
 from trtdiff.types import Array
 
@@ -72,13 +70,14 @@ class Quantized:
 
 
 def quantize(
-    model: "ir.Model", *, how: Quantization, base: Base, statistics: Mapping[str, Statistics] | None = None
+    model: "ir.Model", *, how: Quantization, base: str, statistics: Mapping[str, Statistics] | None = None
 ) -> Quantized:
     """Quantize a graph in place.
 
-    `statistics`: value → what a calibration saw of it; needed where activations are quantized. Requires the canonical
-    graph in float32, its islands marked. Ensures the same inputs and outputs, every value that is not stored in 8 bits
-    in float32. Raises ArtefactError for a value that was not calibrated, or not as the method needs it.
+    `base`: type that the graph will compute in. `statistics`: value → what a calibration saw of it; needed where
+    activations are quantized. Requires the canonical graph in float32, its islands marked. Ensures the same inputs and
+    outputs, every value that is not stored in 8 bits in float32. Raises ArtefactError for a value that was not
+    calibrated, or not as the method needs it.
     """
     work = _Work(model.graph, how, base, statistics or {})
     found = list(layers(model.graph))
@@ -100,7 +99,7 @@ def quantize(
 class _Work:
     """One graph on its way to 8 bits."""
 
-    def __init__(self, graph: "ir.Graph", how: Quantization, base: Base, statistics: Mapping[str, Statistics]) -> None:
+    def __init__(self, graph: "ir.Graph", how: Quantization, base: str, statistics: Mapping[str, Statistics]) -> None:
         self._graph, self._how, self._base, self._statistics = graph, how, base, statistics
         self._weights = FORMATS[how.weights]
         self._activations = FORMATS[how.activations] if how.activations else None
@@ -159,7 +158,7 @@ class _Work:
         value = node.inputs[0]
         assert value is not None, "required"  # noqa: S101 - the operators' definition
         factors = self._factors.get(value) if layer.operator == "linear" else None
-        wide = WeightIn8Bits(weight, self._weights, self._base, factors).dequantized()
+        wide = WeightIn8Bits(weight, self._weights, factors).dequantized()
         made = wide.producer()
         assert made is not None, "made by a node"  # noqa: S101 - just written
         made.metadata_props.update(node.metadata_props)
@@ -223,7 +222,7 @@ class _Work:
         """Put a pair right behind a value; once."""
         if value not in self._pairs:
             tape = Tape()
-            made = _pair(tape, value, clip, self._eight(), self._base)
+            made = _pair(tape, value, clip, self._eight())
             self._place(tape, value, f"{value.name}/{self._eight().name}")
             self._pairs[value] = made
         return self._pairs[value]
@@ -282,11 +281,11 @@ class _Work:
         scaled = tape.op("Mul", query, tape.number(scale))
         turned = tape.op("Transpose", key, perm=[0, 1, 3, 2])
         sides = [
-            _pair(tape, side, clip, kind, self._base)
+            _pair(tape, side, clip, kind)
             for side, clip in ((scaled, clips[0] * scale), (turned, clips[1]), (value, clips[2]))
         ]
         weights = tape.op("Softmax", tape.op("MatMul", sides[0], sides[1]), axis=-1)
-        weights = _pair(tape, weights, SOFTMAX_CLIP, kind, self._base)
+        weights = _pair(tape, weights, SOFTMAX_CLIP, kind)
         tape.put_instead_of(node, tape.op("MatMul", weights, sides[2]))
 
     def _scale(self, layer: Layer) -> float:
@@ -329,7 +328,7 @@ def smoothing_factors(channels: Array, weights: Array, alpha: float) -> Array:  
     return made
 
 
-def _pair(tape: Tape, value: "ir.Value", clip: float, kind: Format, base: Base) -> "ir.Value":
+def _pair(tape: Tape, value: "ir.Value", clip: float, kind: Format) -> "ir.Value":
     """Add Q and DQ of one scale."""
-    scale = tape.number(rounded_scale(clip, kind, base))
+    scale = tape.number(scale_of(clip, kind))
     return round_trip(tape, value, scale, kind.name)

@@ -1,7 +1,7 @@
 """New nodes for a graph, written down in order and put in together."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np

@@ -1,12 +1,11 @@
 """Weights stored in 8 bits: an initializer of bytes, a scale an output channel, and a `DequantizeLinear`.
 
 The bytes and scales are computed when they are written, a block of output channels at a time, so that the largest
-tensor in float32 is never held. Scales are rounded to the type of the graph first, and weights are rounded with those,
-so that a scale of few bits costs nothing but a slightly other clip.
+tensor in float32 is never held.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,13 +17,8 @@ from trtdiff.types import Array
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-Base: TypeAlias = Literal["float32", "float16", "bfloat16"]
-
 BLOCK = 1 << 21
 """Elements that are converted at a time."""
-LEAST_SCALE = {"int8": 2.0**-19, "float8": 2.0**-14}
-"""Smaller scales are not used, since float16 has no precise ones: 2^-14 is its smallest normal number. E4M3 has binades
-enough to do without; int8 would lose bits, and may go down to where float16 has 32 steps in an octave."""
 UNSEEN = 1.0
 """Clip of a tensor in which nothing but zeros was seen."""
 ALL_PHASES = tuple(2.0 ** (-step / 8) for step in range(-7, 1))
@@ -32,26 +26,21 @@ ALL_PHASES = tuple(2.0 ** (-step / 8) for step in range(-7, 1))
 matters to a floating-point type. int8 tries none: clipping a channel gained nothing."""
 
 
-def rounded_scale(clip: float, kind: Format, base: Base) -> float:
-    """Give the scale of a clip as the graph's type has it; never 0."""
-    return float(_rounded_scales(np.array([clip]), kind, base)[0])
+def scale_of(clip: float, kind: Format) -> float:
+    """Give what a stored 1 stands for; never 0."""
+    return float(_scales(np.array([clip]), kind)[0])
 
 
-def _rounded_scales(clips: Array, kind: Format, base: Base) -> Array:
-    import ml_dtypes
-
-    used = np.where(clips > 0, clips, UNSEEN)
-    scales = np.maximum(used / kind.largest, LEAST_SCALE[kind.name]).astype(np.float32)
-    narrow = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}[base]
-    rounded: Array = scales.astype(narrow).astype(np.float32)
-    return rounded
+def _scales(clips: Array, kind: Format) -> Array:
+    made: Array = (np.where(clips > 0, clips, UNSEEN) / kind.largest).astype(np.float32)
+    return made
 
 
 class WeightIn8Bits:
     """One weight [out, in, …] on its way to 8 bits; `smooth` [in] multiplies it first."""
 
-    def __init__(self, weight: "ir.Value", kind: Format, base: Base, smooth: Array | None = None) -> None:
-        self._weight, self._kind, self._base, self._smooth = weight, kind, base, smooth
+    def __init__(self, weight: "ir.Value", kind: Format, smooth: Array | None = None) -> None:
+        self._weight, self._kind, self._smooth = weight, kind, smooth
         self._scales: Array | None = None
 
     def dequantized(self) -> "ir.Value":
@@ -75,7 +64,7 @@ class WeightIn8Bits:
     def _scale(self, array: Array) -> Array:  # [out, in, …] → [out] float32
         if self._scales is None:
             found = np.concatenate([self._clips(block) for _, block in self._blocks(array)])
-            self._scales = _rounded_scales(found, self._kind, self._base)
+            self._scales = _scales(found, self._kind)
         return self._scales
 
     def _bytes(self, array: Array) -> Array:

@@ -11,7 +11,7 @@ from trtdiff.types import Tolerance
 
 @dataclass(frozen=True)
 class PrecisionRecipe:
-    """One precision. Everything but `summary`, `tolerance`, `file` and `based_on` determines engines, and so is part of their keys."""
+    """One precision. What determines engines is part of their keys: `computes_in`, `passes`, `quantization`."""
 
     name: str
     summary: str

@@ -74,7 +74,8 @@ def _start(file: _File, where: str) -> PrecisionRecipe:
         return RECIPES[file.based_on]
     if file.base not in BASES:
         raise UsageError(f"{file.base!r} is no base type" if file.base else "the recipe starts from nothing",
-                         where=f"{where}: base", hint=f'write base = "fp16" ({", ".join(BASES)}), or based_on')  # fmt: skip
+                         where=f"{where}: base",
+                         hint=f'write base = "fp16" ({", ".join(BASES)}), or based_on')  # fmt: skip
     return RECIPES[file.base]
 
 
@@ -88,14 +89,16 @@ def _quantization(file: _File, start: Quantization | None, where: str) -> Quanti
             asked = dict.fromkeys(map(str, asked), _ASKED)
         given["keep"] = {**(start.keep if start else {}), **asked} if isinstance(asked, Mapping) else asked
     plain = {} if start is None else msgspec.to_builtins(start)
-    return _read({**plain, **given}, Quantization, f"{where}: quantization")
+    made: Quantization = _read({**plain, **given}, Quantization, f"{where}: quantization")
+    return made
 
 
 def _tolerance(file: _File, start: Tolerance, where: str) -> Tolerance:
     given = dict(file.tolerance)
     if isinstance(given.get("components"), Mapping):
         given["components"] = {**given["components"], **start.components, **given["components"]}
-    return _read({**msgspec.to_builtins(start), **given}, Tolerance, f"{where}: tolerance")
+    made: Tolerance = _read({**msgspec.to_builtins(start), **given}, Tolerance, f"{where}: tolerance")
+    return made
 
 
 def _read(raw: Mapping[str, Any], kind: Any, where: str) -> Any:

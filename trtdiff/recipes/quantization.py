@@ -35,8 +35,10 @@ class Quantization:
 
     def __post_init__(self) -> None:
         if self.activations is None and "attention" in self.operators:
-            raise UsageError("attention has no weights: its products cannot be quantized by weights alone",
-                             where="quantization.operators", hint="leave attention out, or name activations")  # fmt: skip
+            raise UsageError(
+                "attention has no weights: its products cannot be quantized by weights alone",
+                where="quantization.operators", hint="leave attention out, or name activations"
+            )  # fmt: skip
         if not self.operators or not self.components:
             raise UsageError("a quantization of nothing", where="quantization",
                              hint="name operators and components")  # fmt: skip
