@@ -178,7 +178,7 @@ def _quantize(
     component = Path(graph).stem
     how = msgspec.convert(dict(quantization), Quantization)
     seen = cache.components[component] if cache else None
-    found = quantize(model, how=how, base=computes_in, statistics=seen.values if seen else {})  # type: ignore[arg-type]  # a recipe's
+    found = quantize(model, how=how, base=computes_in, statistics=seen.values if seen else {})
     check_graph(model)
     if not found.layers:
         raise BuildError("no layer of this graph is quantized", where=f"{graph}: {next(iter(found.kept.values()), '')}",

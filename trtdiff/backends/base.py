@@ -100,7 +100,7 @@ class Backend(Protocol):
     passes: tuple[str, ...]
     """`module:function` of the passes that put a graph into the forms this compiler is best at; after the recipe's."""
     bases: tuple[str, ...]
-    """Types of arithmetic (`computes_in` of a recipe) whose graphs it compiles as they are meant, its usual one first."""
+    """Types of arithmetic (`computes_in` of a recipe) whose graphs it compiles as they are meant; its usual first."""
     formats: frozenset[EightBits]
     """Types of 8 bits that its engines compute in."""
     sums: str

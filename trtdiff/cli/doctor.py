@@ -18,7 +18,7 @@ from trtdiff.backends.gpu import gpus
 from trtdiff.cli.options import HELP, console, json_option
 from trtdiff.errors import MissingDependency
 from trtdiff.machine import available_memory, physical_cores
-from trtdiff.recipes import SCANNED, recipe
+from trtdiff.recipes import SCANNED
 
 SCANNER = "onnxruntime"
 """The backend that range scans run on."""

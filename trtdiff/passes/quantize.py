@@ -2,8 +2,8 @@
 
 Where they stand, by the rules of NVIDIA's "Explicit Quantization" [1] and of what TensorRT for RTX 1.7.1 makes of it:
 
-1. Every input of a layer that multiplies goes through a pair; outputs do not, so that nothing is rounded twice. One pair
-   serves all layers that read a value.
+1. Every input of a layer that multiplies goes through a pair; outputs do not, so that nothing is rounded twice. One
+   pair serves all layers that read a value.
 2. Quantization is symmetric: zero point 0, of the type that is stored. An activation has one scale for the whole
    tensor, a weight one an output channel, on axis 0 as PyTorch stores it; a `Transpose` may follow. A bias keeps the
    base type.
@@ -228,7 +228,7 @@ class _Work:
         return self._pairs[value]
 
     def _place(self, tape: Tape, value: "ir.Value", name: str) -> None:
-        """Put nodes behind where a value is made. They take its module, but no mark: 8 bits are read in the base type."""
+        """Put nodes behind where a value is made, with its module, but no mark: 8 bits are read in the base type."""
         producer = value.producer()
         tape.put_at(self._graph, value)
         module = {} if producer is None else {MODULE: producer.metadata_props.get(MODULE, "")}
@@ -315,7 +315,7 @@ class _Work:
 
 
 def smoothing_factors(channels: Array, weights: Array, alpha: float) -> Array:  # [in], [in] → [in] float32
-    """Give what to divide the channels of an activation by: largest magnitudes ** α / weights' ** (1 - α).
+    """Give what to divide the channels of an activation by: largest magnitudes ** alpha / weights' ** (1 - alpha).
 
     SmoothQuant, eq. 4. A channel or weight that is always 0 has the factor 1.
     """
