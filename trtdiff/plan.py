@@ -237,10 +237,10 @@ def _precisions(
     for target in lacking:
         known = precisions_of(backends[target])
         if len(lacking) == len(backends) or EXACT not in known:
-            able = [other for other in TARGETS if builds(target_backend(other), chosen)]
+            able = ", ".join(other for other in TARGETS if builds(target_backend(other), chosen)) or "no target"
             raise UsageError(
                 f"target {target} is not built in {chosen.name}", where="--precision",
-                hint=f"for this target: {', '.join(known)}; {chosen.name} is built for: {', '.join(able) or 'no target'}"
+                hint=f"for this target: {', '.join(known)}; {chosen.name} is built for: {able}"
             )  # fmt: skip
     recipes = {target: RECIPES[EXACT] if target in lacking else chosen for target in backends}
     _check_possible(recipes, backends)

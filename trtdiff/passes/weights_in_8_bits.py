@@ -22,8 +22,11 @@ BLOCK = 1 << 21
 UNSEEN = 1.0
 """Clip of a tensor in which nothing but zeros was seen."""
 ALL_PHASES = tuple(2.0 ** (-step / 8) for step in range(-7, 1))
-"""Clips of a channel in E4M3 for its largest magnitude: through one binade, since where a number falls in it is all that
-matters to a floating-point type. int8 tries none: clipping a channel gained nothing."""
+"""What divides a channel's largest magnitude to give the clips that are tried in E4M3: phases of one binade.
+
+Where a number falls in its binade is all that matters to a floating-point type: numbers spread evenly up to 1 lose 8 %
+less when 1 becomes 256 than when it becomes 448. int8 tries none, since clipping a channel gained nothing.
+"""
 
 
 def scale_of(clip: float, kind: Format) -> float:
