@@ -381,7 +381,7 @@ def test_a_device_is_part_of_the_key(workspace):
 @pytest.mark.parametrize(
     ("arguments", "says", "hint"),
     [
-        (["--precision", "fp8"], "no precision is called 'fp8'", "fp32"),
+        (["--precision", "fp9"], "no precision is called 'fp9'", "fp32"),
         (["--target", "gpu"], "no target is called 'gpu'", "cpu"),
         (["--profile", "heigth=64"], "no dimension is called heigth", "height"),
         (["--profile", "height=60:64:100"], "height 60 is not a multiple of 8", "nearest"),

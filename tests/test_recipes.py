@@ -15,8 +15,9 @@ def test_it_states_a_bound_for_every_component_and_its_passes_exist(name):
         assert 0 < stated.tolerance.component(component) < 1
     for place in stated.passes:
         assert callable(named(place.split()[0]))
-    assert stated.content()["name"] == name
-    assert (stated.computes_in in HALVES) == (name in {"fp16", "bf16"})
+    assert (stated.computes_in in HALVES) == (name != "fp32")
+    assert ("quantization" in stated.content("denoiser")) == (name not in {"fp32", "fp16", "bf16"})
+    assert "quantization" not in stated.content("vae_decoder")
 
 
 def test_a_more_exact_type_promises_more():

@@ -30,6 +30,7 @@ SPEC = EngineSpec(
     recipe={"name": "fp32", "passes": ["one", "two"]},
     islands={},
     ranges="",
+    calibration="",
     passes=("one", "two", "three"),
     options={"level": 3},
     backend="onnxruntime",

@@ -22,6 +22,7 @@ from trtdiff.lowered import read_graph
 from trtdiff.making import SILENT, Listener, Making, Piece, State
 from trtdiff.manifest import MANIFEST_FILE, differences
 from trtdiff.plan import BuildPlan, Planned, PlannedEngine
+from trtdiff.recipes import RECIPES, PrecisionRecipe
 from trtdiff.records import write_record
 from trtdiff.store import Entry, Store
 from trtdiff.whole import locked, replaced_folder
@@ -85,16 +86,18 @@ def survey_bundle(
     every: list[Planned] = [*plan.engines, plan.samplers]
     states: list[tuple[Planned, State]] = [(planned, state(planned)) for planned in every]
     if plan.ranges is not None and any(
-        made == "to make" and isinstance(planned, PlannedEngine) and planned.spec.ranges for planned, made in states
+        made == "to make" and isinstance(planned, PlannedEngine) and planned.waits for planned, made in states
     ):
         there = _in_store(store, plan.ranges.key) and not force
         states.insert(0, (plan.ranges, "in store" if there else "to make"))
-    _check_inputs([planned for planned, made in states if made == "to make"], export)
+    _check_inputs([planned for planned, made in states if made == "to make"], export, plan.recipe)
     return Survey(tuple(_piece(*pair, export, plan) for pair in states), changes, problem)
 
 
-def _check_inputs(pieces: Iterable[Planned], export: Path) -> None:
+def _check_inputs(pieces: Iterable[Planned], export: Path, own: PrecisionRecipe | None) -> None:
     """Refuse at once what a compiler would refuse after minutes: patterns that name no module, a foreign cache."""
+    if own is not None:
+        _check_recipe(own, {piece.component.graph for piece in pieces if isinstance(piece, PlannedEngine)}, export)
     patterns: dict[str, dict[str, str]] = {}
     for piece in pieces:
         if isinstance(piece, PlannedEngine):
@@ -111,6 +114,27 @@ def _check_inputs(pieces: Iterable[Planned], export: Path) -> None:
                     matching(graph, pattern)
                 except BuildError as error:
                     raise UsageError(error.message, where=f"{name}; {reason}", hint=error.hint) from None
+
+
+def _check_recipe(own: PrecisionRecipe, graphs: Iterable[str], export: Path) -> None:
+    """Refuse a pattern of somebody's own recipe that names no module of any component that it quantizes."""
+    from trtdiff.passes.mark_islands import matching
+
+    named = [name for name in graphs if own.quantizes(Path(name).stem)]
+    if own.quantization is None or not named:
+        return
+    start = RECIPES[own.based_on].quantization if own.based_on else None
+    usual = start.keep if start else {}
+    for pattern in own.quantization.keep:
+        problems = []
+        for name in named:
+            try:
+                matching(read_graph(export / name).graph, pattern)
+            except BuildError as error:
+                problems.append(error)
+        if len(problems) == len(named) and pattern not in usual:
+            raise UsageError(problems[0].message, where=f"{own.file}: quantization.keep; {', '.join(named)}",
+                             hint=problems[0].hint)  # fmt: skip
 
 
 def _piece(planned: Planned, state: State, export: Path, plan: BuildPlan) -> Piece:
@@ -217,6 +241,7 @@ def _assemble(plan: BuildPlan, entries: Mapping[tuple[str, ...], Entry], export:
                 facts=manifest.facts,
                 dtype=manifest.dtype,
                 precision={target.backend: target.precision for target in plan.targets},
+                tolerances={target.backend: target.tolerance for target in plan.targets if target.tolerance},
                 profile=plan.profile,
                 engines={
                     target.backend: {engine.component.name: engine.key for engine in target.engines}

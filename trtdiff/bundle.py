@@ -13,7 +13,7 @@ memo of `trtdiff.digest`, so their bytes are read once on a machine and again on
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ from trtdiff.families.base import ModelFacts
 from trtdiff.files import FileFacts, check_files
 from trtdiff.manifest import MANIFEST_FILE, Manifest, read_manifest
 from trtdiff.records import read_record
-from trtdiff.types import ShapeProfile
+from trtdiff.types import ShapeProfile, Tolerance
 
 BUNDLE_SCHEMA = 2
 BUNDLE_FILE = "bundle.json"
@@ -59,6 +59,8 @@ class BundleManifest:
     """Every file of the bundle but bundle.json and the engines' own, which their manifests hold."""
     made_from: Mapping[str, Any]
     """Everything that determined the bundle, by piece: what the next build compares itself with."""
+    tolerances: Mapping[str, Tolerance] = field(default_factory=dict)
+    """Backend → what is promised of its engines, where the precision is a recipe of somebody's own."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 These functions take and return JSON-like values, since `trtdiff.worker` carries them between processes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from trtdiff.backends import backend as backend_named
 from trtdiff.backends.options import BuilderOptions
-from trtdiff.errors import BuildError, MissingDependency, TrtdiffError, UsageError
+from trtdiff.backends.tensorrt_layers import EIGHT_BITS
+from trtdiff.errors import ArtefactError, BuildError, MissingDependency, TrtdiffError, UsageError
 from trtdiff.lowered import read_graph, write_graph
 from trtdiff.passes.half_types import Half
 from trtdiff.types import DimRange, ShapeProfile
@@ -19,10 +21,15 @@ from trtdiff.types import DimRange, ShapeProfile
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from trtdiff.calibrate.cache import Cache, Component
+    from trtdiff.calibrate.ranges import ValueRange
+
 Progress = Callable[[int, int], None]
 
 HALVES: tuple[Half, ...] = ("float16", "bfloat16")
 """Types of arithmetic for which parts of a graph may have to stay in float32."""
+NOISIEST = 10
+"""How many of the layers that lose most an engine's manifest names."""
 _SHOWN = 3
 """How many layers an error describes."""
 PROLOGUES: dict[str, str] = {
@@ -45,14 +52,24 @@ def build_engine(
     progress: Progress,
     islands: Mapping[str, str] = MappingProxyType({}),
     ranges: str = "",
+    quantization: Mapping[str, Any] | None = None,
+    calibration: str = "",
+    calibration_digest: str = "",
 ) -> dict[str, Any]:
     """Lower an exported graph with `passes` and compile it into `out`/engine; its bindings, and what was realised.
 
     A half precision's float32 islands are `islands` (module pattern → reason), what the file `ranges` shows, and what
-    `mark_islands` keeps in any case; the result has them as `realised["islands"]`.
+    `mark_islands` keeps in any case; the result has them as `realised["islands"]`. `quantization` is a recipe's, as
+    plain values; scales come from the cache `calibration`, whose ranges stand for those of `ranges`, and whose digest
+    must be `calibration_digest` where one is given. The result says in `realised["quantization"]` what was done.
     """
     model = read_graph(Path(graph))
-    kept = _mark_islands(model, Path(graph), computes_in, islands, ranges)
+    component = Path(graph).stem
+    cache = _cache(calibration, calibration_digest)
+    seen = _calibrated_ranges(cache, component) if cache else _ranges(ranges, component)
+    kept: dict[str, Any] = _mark_islands(model, Path(graph), computes_in, islands, seen)
+    if quantization is not None:
+        kept |= _quantize(model, graph, computes_in, quantization, cache)
     for name in passes:
         _apply(name, model, graph)
     scratch, engine = Path(out, "lowered"), Path(out, "engine")
@@ -98,25 +115,78 @@ def named(place: str) -> Any:
     return getattr(import_module(module), function)
 
 
+def _cache(path: str, digest: str) -> "Cache | None":
+    """Read a calibration cache; none where there is no path."""
+    if not path:
+        return None
+    from trtdiff.calibrate.cache import read_cache
+
+    cache = read_cache(Path(path))
+    if digest and cache.digest != digest:
+        raise ArtefactError("the calibration was replaced while the build went on", where=path, hint="build again")
+    return cache
+
+
+def _calibrated_ranges(cache: "Cache", component: str) -> "Mapping[str, ValueRange]":
+    from trtdiff.calibrate.cache import statistics_of
+    from trtdiff.calibrate.ranges import ValueRange
+
+    return {name: ValueRange(seen.largest, seen.rms) for name, seen in statistics_of(cache, component).items()}
+
+
+def _ranges(path: str, component: str) -> "Mapping[str, ValueRange]":
+    if not path:
+        return {}
+    from trtdiff.calibrate.ranges import read_ranges
+
+    measured = read_ranges(Path(path)).components
+    if component not in measured:
+        raise BuildError(f"no ranges of {component} were scanned, only of {', '.join(measured)}", where=path,
+                         hint="scan this export again")  # fmt: skip
+    return measured[component]
+
+
 def _mark_islands(
-    model: "ir.Model", graph: Path, computes_in: str, islands: Mapping[str, str], ranges: str
-) -> dict[str, dict[str, str]]:
+    model: "ir.Model",
+    graph: Path,
+    computes_in: str,
+    islands: Mapping[str, str],
+    seen: "Mapping[str, ValueRange]",
+) -> dict[str, Any]:
     """Mark what stays in float32 where the graph goes to 16 bits; `{"islands": …}`, or nothing in other precisions."""
     if computes_in not in HALVES:
-        if islands or ranges:
+        if islands:
             raise UsageError(f"{computes_in} has no float32 islands", where=str(graph),
                              hint="leave them out, or build in fp16 or bf16")  # fmt: skip
         return {}
-    from trtdiff.calibrate.ranges import read_ranges
     from trtdiff.passes.mark_islands import mark_islands
 
-    measured = read_ranges(Path(ranges)).components if ranges else {}
-    if ranges and graph.stem not in measured:
-        raise BuildError(f"no ranges of {graph.stem} were scanned, only of {', '.join(measured)}", where=ranges,
-                         hint="scan this export again")  # fmt: skip
     half: Half = "float16" if computes_in == "float16" else "bfloat16"
-    found = mark_islands(model, dtype=half, patterns=islands, ranges=measured.get(graph.stem, {}))
-    return {"islands": found}
+    return {"islands": mark_islands(model, dtype=half, patterns=islands, ranges=seen)}
+
+
+def _quantize(
+    model: "ir.Model", graph: str, computes_in: str, quantization: Mapping[str, Any], cache: "Cache | None"
+) -> dict[str, Any]:
+    """Put 8 bits into a graph; what reads them, what does not and why, and which layers lose most."""
+    import msgspec
+
+    from trtdiff.passes.check_graph import check_graph
+    from trtdiff.passes.quantize import quantize
+    from trtdiff.recipes.quantization import Quantization
+
+    component = Path(graph).stem
+    how = msgspec.convert(dict(quantization), Quantization)
+    seen = cache.components[component] if cache else None
+    found = quantize(model, how=how, base=computes_in, statistics=seen.values if seen else {})
+    check_graph(model)
+    if not found.layers:
+        raise BuildError("no layer of this graph is quantized", where=f"{graph}: {next(iter(found.kept.values()), '')}",
+                         hint="keep fewer modules in the recipe, or ask for its base precision")  # fmt: skip
+    told: dict[str, Any] = {"layers": dict(Counter(found.layers.values())), "kept": found.kept}
+    if seen is not None and how.activations is not None and how.activations in seen.noise:
+        told["noisiest"] = noisiest(seen, how.activations, found.layers)
+    return {"quantization": told}
 
 
 def _apply(name: str, model: "ir.Model", graph: str) -> None:
@@ -150,6 +220,16 @@ def _apply(name: str, model: "ir.Model", graph: str) -> None:
         )  # fmt: skip
 
 
+def noisiest(seen: "Component", kind: str, chosen: Collection[str]) -> list[dict[str, Any]]:
+    """Give the quantized layers whose rounding costs most, worst first: module, decibels, share of multiply-adds."""
+    whole = sum(facts.macs for facts in seen.layers.values()) or 1
+    worst = sorted((one.decibels, name) for name, one in seen.noise[kind].items() if name in chosen)
+    return [
+        {"module": seen.layers[name].module, "decibels": round(decibels, 1), "share": seen.layers[name].macs / whole}
+        for decibels, name in worst[:NOISIEST]
+    ]
+
+
 def _ends(model: "ir.Model") -> set[str]:
     """Give inputs and outputs with their places, names and types, in words."""
     from trtdiff.passes.schemas import type_word
@@ -165,24 +245,42 @@ def _ends(model: "ir.Model") -> set[str]:
 def _require_precision(realised: Mapping[str, Any], wanted: str, graph: str) -> None:
     """Refuse an engine that computes in another type than its graph, as far as its layers tell.
 
-    Where the compiler named the nodes of its layers, no layer may be `widened` (see `backends/tensorrt_precision.py`).
-    Where it did not, most of what multiplies must be of the type that was asked for.
+    Where the compiler named the nodes of its layers, no layer may be `widened` (see `backends/tensorrt_precision.py`)
+    or `not_quantized` (`backends/tensorrt_quantized.py`). Where it did not, most of what multiplies must be of the
+    type that was asked for, or of 8 bits where the graph has those.
     """
     if widened := realised.get("widened"):
-        words = (f"layer {item['layer']}; nodes {', '.join(item['nodes'])}; modules {', '.join(item['modules'])}"
-                 for item in widened[:_SHOWN])  # fmt: skip
-        more = [f"and {len(widened) - _SHOWN} more"] if len(widened) > _SHOWN else []
         raise BuildError(
-            f"the engine computes in float32 what its graph has in {wanted}", where="\n         ".join([*words, *more]),
+            f"the engine computes in float32 what its graph has in {wanted}", where=_shown(widened),
             hint="please report the layers; until then keep these modules in float32 with --keep, or build with "
             "another version of the compiler"
         )  # fmt: skip
+    if wider := realised.get("not_quantized"):
+        types = ", ".join(sorted({item["reads"] for item in wider}))
+        share = sum(item["share"] for item in wider)
+        raise BuildError(
+            f"the engine computes in {types} what its graph has in 8 bits ({share:.1%} of its multiply-adds)",
+            where=_shown(wider),
+            hint="leave out GPUs that have no kernel for it (sm75 has none for convolutions in int8), or let the "
+            "recipe keep these modules or operators in half precision"
+        )  # fmt: skip
     arithmetic = realised.get("arithmetic")
-    if "precision" not in realised or not arithmetic or arithmetic.get(wanted, 0) * 2 > sum(arithmetic.values()):
+    if "precision" not in realised or not arithmetic:
+        return
+    fitting = {wanted, *(EIGHT_BITS if "quantized" in realised else ())}
+    if sum(arithmetic.get(word, 0) for word in fitting) * 2 > sum(arithmetic.values()):
         return
     found = ", ".join(f"{count} in {dtype}" for dtype, count in arithmetic.items())
     raise BuildError(f"the engine was to compute in {wanted}; of its convolutions and products {found}", where=graph,
                      hint="keep fewer modules in float32 (--keep, what the range scan found), or use bf16")  # fmt: skip
+
+
+def _shown(layers: Sequence[Mapping[str, Any]]) -> str:
+    """Describe the first few layers."""
+    words = (f"layer {item['layer']}; nodes {', '.join(item['nodes'])}; modules {', '.join(item['modules'])}"
+             for item in layers[:_SHOWN])  # fmt: skip
+    more = [f"and {len(layers) - _SHOWN} more"] if len(layers) > _SHOWN else []
+    return "\n         ".join([*words, *more])
 
 
 def _spec(value: "ir.Value") -> dict[str, Any]:

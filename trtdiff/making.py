@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from trtdiff import worker
 from trtdiff.calibrate.ranges import RANGES_FILE
+from trtdiff.calibrate.settings import CALIBRATION_FILE
 from trtdiff.errors import ArtefactError
 from trtdiff.estimate import Needs, needs_of
 from trtdiff.export.read import check_export, read_export
@@ -97,10 +98,18 @@ class Making:
         for planned in wanted:
             needs = expected.get(planned.key) or needs_of(planned, self._export, plan.export)  # it may be damaged
             source = bundled if planned.key in fresh and isinstance(planned, PlannedEngine) else self._store
-            after = isinstance(planned, PlannedEngine) and planned.spec.ranges
+            after = isinstance(planned, PlannedEngine) and planned.waits and plan.ranges is not None
             run = partial(self._one, planned, source, force=self._force)
             name = "/".join(planned.place)
-            jobs.append(Job(name, run, needs.memory, needs.seconds, after="ranges" if after else ""))
+            jobs.append(
+                Job(
+                    name,
+                    run,
+                    needs.memory,
+                    needs.seconds,
+                    after="/".join(plan.ranges.place) if after and plan.ranges else "",
+                )
+            )
         done = run_side_by_side(jobs, memory=available_memory(), at_once=usable_cores(), failed=self._failed)
         return {planned.place: done["/".join(planned.place)] for planned in wanted}
 
@@ -145,7 +154,7 @@ class Making:
             part = planned.component
             check_export(self._export, {part.graph: part.graph_sha256, **part.weights})
         elif isinstance(planned, PlannedRanges) and read_export(self._export) != self._plan.export:
-            raise ArtefactError("the export was replaced while its ranges were scanned", where=str(self._export),
+            raise ArtefactError("the export was replaced while it was measured", where=str(self._export),
                                 hint="build again")  # fmt: skip
         inputs, outputs = (
             tuple(TensorSpec(spec["name"], spec["dtype"], tuple(spec["dims"])) for spec in outcome.value.get(side, ()))
@@ -165,7 +174,8 @@ class Making:
             }
         if not isinstance(planned, PlannedEngine):
             settings = planned.spec.settings
-            return "trtdiff.calibrate.scan:scan_ranges", {
+            calibrates = "trtdiff.calibrate.calibration:calibrate_export"
+            return calibrates if planned.calibrates else "trtdiff.calibrate.scan:scan_ranges", {
                 "export": str(self._export.absolute()),
                 "settings": dict(settings),
                 "out": out,
@@ -175,7 +185,10 @@ class Making:
             "graph": str((self._export / planned.component.graph).absolute()),
             "passes": list(planned.passes),
             "islands": dict(spec.islands),
-            "ranges": self._ranges(stop) if spec.ranges else "",
+            "ranges": self._measured(stop, RANGES_FILE) if spec.ranges else "",
+            "quantization": spec.recipe.get("quantization"),
+            "calibration": self._calibration(stop) if spec.calibration else "",
+            "calibration_digest": spec.calibration if self._plan.cache else "",
             "backend": spec.backend,
             "device": spec.device,
             "computes_in": spec.recipe["computes_in"],
@@ -184,8 +197,13 @@ class Making:
             "out": out,
         }
 
-    def _ranges(self, stop: threading.Event) -> str:
-        """Give the file of the range scan: it was made before, unless an engine was found to be damaged just now."""
+    def _calibration(self, stop: threading.Event) -> str:
+        """Give the calibration cache: the one that was given, or the one that was made."""
+        cache = self._plan.cache
+        return self._measured(stop, CALIBRATION_FILE) if cache is None else str(cache.absolute())
+
+    def _measured(self, stop: threading.Event, name: str) -> str:
+        """Give a file of what was measured: it was made before, unless an engine was found to be damaged just now."""
         scan = self._plan.ranges
         assert scan is not None, "an engine that names one"  # noqa: S101 - an invariant, not a check of input
-        return str((self._one(scan, self._store, stop).entry.path / RANGES_FILE).absolute())
+        return str((self._one(scan, self._store, stop).entry.path / name).absolute())

@@ -35,11 +35,13 @@ class EngineSpec:
     profile: Mapping[str, str]
     """Symbolic dimension of this component → min:opt:max."""
     recipe: Mapping[str, Any]
-    """Content of the precision recipe, its name included."""
+    """What the precision recipe does to this component."""
     islands: Mapping[str, str]
     """Patterns of modules that stay in float32 → why: the family's, and those that were asked for."""
     ranges: str
     """Key of the range scan that decides what else stays in float32; empty: there was none."""
+    calibration: str
+    """Of the calibration that scales, and what stays in float32, come from: its key, or the digest of its cache."""
     passes: tuple[str, ...]
     """Everything that was done to the graph, in order: the recipe's passes, the backend's, the sampler prologue."""
     options: Mapping[str, Any]

@@ -6,21 +6,25 @@ made from, and a build carries it out.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import trtdiff
 from trtdiff.backends import TARGETS, Backend, target_backend
 from trtdiff.backends.options import NO_OPTIONS, BuilderOptions, flag
 from trtdiff.digest import code_digest
-from trtdiff.errors import MissingDependency, UsageError
+from trtdiff.errors import ArtefactError, MissingDependency, UsageError
 from trtdiff.export.manifest import ExportedComponent, ExportManifest
 from trtdiff.families import family
 from trtdiff.lowering import HALVES, PROLOGUES
 from trtdiff.machine import installed
 from trtdiff.manifest import EngineSpec, RangesSpec, SamplersSpec, as_json, key_of
 from trtdiff.profiles import resolve
-from trtdiff.recipes import SCANNED, PrecisionRecipe, recipe
-from trtdiff.types import DimRange, ShapeProfile
+from trtdiff.recipes import RECIPES, SCANNED, PrecisionRecipe, builds, precisions_of, recipe
+from trtdiff.types import DimRange, ShapeProfile, Tolerance
+
+if TYPE_CHECKING:
+    from trtdiff.calibrate.cache import Cache
 
 CONTRACT = ShapeProfile({"window": DimRange(1, 3, 48), "branches": DimRange(1, 2, 2)})
 """Dimensions that the sampler prologue adds: slots of the latent log (samplers look back 16 entries of 3 at most), and
@@ -41,6 +45,8 @@ class PlannedEngine:
     spec: EngineSpec
     options: BuilderOptions = NO_OPTIONS
     """With those that stand in no key."""
+    waits: bool = False
+    """Whether it needs what the plan measures first."""
 
     @property
     def place(self) -> tuple[str, ...]:
@@ -70,14 +76,22 @@ class PlannedSamplers:
 
 @dataclass(frozen=True)
 class PlannedRanges:
-    """A scan of how large values get, which decides what stays in float32."""
+    """What is measured first: a scan of how large values get, which decides what stays in float32, or a calibration.
+
+    A calibration, whose scales are for 8 bits, tells the ranges too.
+    """
 
     spec: RangesSpec
     place: tuple[str, ...] = ("ranges",)
 
     @property
+    def calibrates(self) -> bool:
+        """Whether it is a calibration."""
+        return self.place == ("calibration",)
+
+    @property
     def key(self) -> str:
-        """Key of the ranges in the store."""
+        """Key of the ranges, or of the calibration, in the store."""
         return key_of(self.spec)
 
 
@@ -92,6 +106,10 @@ class PlannedTarget:
     """As it was asked for: `rtx:sm89`."""
     backend: str
     precision: str
+    summary: str
+    """Of its recipe."""
+    tolerance: Tolerance | None
+    """Of a recipe that trtdiff does not know by its name."""
     engines: tuple[PlannedEngine, ...]
 
 
@@ -105,6 +123,10 @@ class BuildPlan:
     targets: tuple[PlannedTarget, ...]
     samplers: PlannedSamplers
     ranges: PlannedRanges | None = None
+    cache: Path | None = None
+    """The calibration cache that was given."""
+    recipe: PrecisionRecipe | None = None
+    """The recipe of somebody's own, where one was asked for."""
     remarks: tuple[str, ...] = field(default=(), compare=False)
     """What differs from what was asked for, in words."""
 
@@ -124,6 +146,7 @@ class BuildPlan:
             "facts": export.facts,
             "dtype": export.dtype,
             "precision": {target.backend: target.precision for target in self.targets},
+            "tolerances": {target.backend: target.tolerance for target in self.targets if target.tolerance},
             "profile": {name: str(span) for name, span in self.profile.dims.items()},
             "tokenizers": export.tokenizer_sha256,
             "components": [component.name for component in export.components],
@@ -137,19 +160,21 @@ def make_plan(
     export: ExportManifest,
     *,
     name: str,
-    precision: str | None,
+    precision: str | PrecisionRecipe | None,
     targets: Sequence[str],
     schedulers: tuple[str, ...] | None,
     profile: str = "",
     options: BuilderOptions = NO_OPTIONS,
     keep: Sequence[str] = (),
     range_scan: bool = True,
+    calibration: Path | None = None,
 ) -> BuildPlan:
     """Plan a bundle.
 
     `precision` None: each target's own; `profile` as `profiles.resolve` reads it. `keep` lists modules that stay in
-    float32, as `COMPONENT:PATTERN`; a pattern alone means the denoiser. UsageError: an unknown precision, target,
-    dimension, scheduler or component, or one that cannot be had together. MissingDependency.
+    float32, as `COMPONENT:PATTERN`; a pattern alone means the denoiser. `calibration`: a cache for a precision of 8
+    bits; without one, it is calibrated first. UsageError: an unknown precision, target, dimension, scheduler or
+    component, or one that cannot be had together. ArtefactError: a cache of something else. MissingDependency.
     """
     sizes = resolve(profile, family(export.family).profile(export.facts))
     _check_sizes(sizes, export.facts.sizes_multiple_of)
@@ -158,16 +183,25 @@ def make_plan(
     recipes, remarks = _precisions(precision, targets)
     taken, more = _options(options, recipes)
     islands = _islands(export, keep)
-    scanned = range_scan and any(chosen.computes_in in SCANNED for chosen in recipes.values())
-    scan = _ranges(export) if scanned else None
+    calibrated = next((chosen for chosen in recipes.values() if chosen.calibrated), None)
+    digest, scan = "", None
+    if calibrated is not None:
+        digest, scan = _calibration(export, calibrated, calibration)
+    elif calibration is not None:
+        raise UsageError("nothing that is built needs a calibration", where="--calibration",
+                         hint="leave it out, or ask for --precision fp8 or int8")  # fmt: skip
+    elif range_scan and any(chosen.computes_in in SCANNED for chosen in recipes.values()):
+        scan = _ranges(export)
     planned = []
     for target, chosen in recipes.items():
         backend = target_backend(target)
-        measured = scan.key if scan and chosen.computes_in in SCANNED else ""
-        shared = _Shared(target, backend, chosen, ranges, taken[target], measured)
+        measured = scan.key if scan and not calibrated and chosen.computes_in in SCANNED else ""
+        shared = _Shared(target, backend, chosen, ranges, taken[target], measured,
+                         digest if chosen.calibrated else "", scan is not None)  # fmt: skip
         half = chosen.computes_in in HALVES
         engines = tuple(_engine(part, shared, islands[part.name] if half else {}) for part in export.components)
-        planned.append(PlannedTarget(target, backend.name, chosen.name, engines))
+        tolerance = chosen.tolerance if chosen.file else None
+        planned.append(PlannedTarget(target, backend.name, chosen.name, chosen.summary, tolerance, engines))
     if keep and not any(chosen.computes_in in HALVES for chosen in recipes.values()):
         raise UsageError("everything stays in float32 anyway", where="--keep", hint="leave --keep out, or ask for fp16")
     return BuildPlan(
@@ -177,6 +211,8 @@ def make_plan(
         targets=tuple(planned),
         samplers=_samplers(export, schedulers),
         ranges=scan,
+        cache=calibration,
+        recipe=precision if isinstance(precision, PrecisionRecipe) and precision.file else None,
         remarks=(*remarks, *more),
     )
 
@@ -184,37 +220,39 @@ def make_plan(
 # --- what was asked for, and of whom ---------------------------------------------------------------------------------
 
 
-def _precisions(asked: str | None, targets: Sequence[str]) -> tuple[dict[str, PrecisionRecipe], list[str]]:
+def _precisions(
+    asked: str | PrecisionRecipe | None, targets: Sequence[str]
+) -> tuple[dict[str, PrecisionRecipe], list[str]]:
     """Give every target its recipe, and say where that is not the one that was asked for."""
     backends = {target: target_backend(target) for target in dict.fromkeys(targets)}
     if not backends:
         raise UsageError("no target to build for", where="--target", hint=f"known: {', '.join(TARGETS)}")
     _check_once(backends)
     if asked is None:
-        named = {target: backend.precisions[0] for target, backend in backends.items()}
-        _check_possible(named, backends)
-        return {target: recipe(precision) for target, precision in named.items()}, []
-    chosen = recipe(asked)
-    lacking = [target for target, backend in backends.items() if asked not in backend.precisions]
+        usual = {target: recipe(precisions_of(backend)[0]) for target, backend in backends.items()}
+        _check_possible(usual, backends)
+        return usual, []
+    chosen = recipe(asked) if isinstance(asked, str) else asked
+    lacking = [target for target, backend in backends.items() if not builds(backend, chosen)]
     for target in lacking:
-        backend = backends[target]
-        if len(lacking) == len(backends) or EXACT not in backend.precisions:
-            able = [other for other in TARGETS if asked in target_backend(other).precisions]
+        known = precisions_of(backends[target])
+        if len(lacking) == len(backends) or EXACT not in known:
+            able = ", ".join(other for other in TARGETS if builds(target_backend(other), chosen)) or "no target"
             raise UsageError(
-                f"target {target} is not built in {asked}", where="--precision",
-                hint=f"for this target: {', '.join(backend.precisions)}; "
-                f"{asked} is built for: {', '.join(able) or 'no target'}"
+                f"target {target} is not built in {chosen.name}", where="--precision",
+                hint=f"for this target: {', '.join(known)}; {chosen.name} is built for: {able}"
             )  # fmt: skip
-    _check_possible({target: EXACT if target in lacking else asked for target in backends}, backends)
-    remarks = [f"target {target} has no {asked}; its engines are {EXACT}" for target in lacking]
-    return {target: recipe(EXACT) if target in lacking else chosen for target in backends}, remarks
+    recipes = {target: RECIPES[EXACT] if target in lacking else chosen for target in backends}
+    _check_possible(recipes, backends)
+    return recipes, [f"target {target} has no {chosen.name}; its engines are {EXACT}" for target in lacking]
 
 
-def _check_possible(precisions: Mapping[str, str], backends: Mapping[str, Backend]) -> None:
+def _check_possible(recipes: Mapping[str, PrecisionRecipe], backends: Mapping[str, Backend]) -> None:
     """Refuse what no engine of a target can be."""
     for target, backend in backends.items():
-        if why := backend.impossible(precisions[target]):
-            raise UsageError(f"{target} cannot be built in {precisions[target]}: {why}", where="--target",
+        chosen = recipes[target]
+        if why := backend.impossible(chosen.name, chosen.formats):
+            raise UsageError(f"{target} cannot be built in {chosen.name}: {why}", where="--target",
                              hint="leave that GPU out, or ask for another --precision")  # fmt: skip
 
 
@@ -281,6 +319,10 @@ class _Shared:
     options: BuilderOptions
     measured: str
     """Key of the range scan."""
+    calibration: str
+    """Key of the calibration, or digest of the cache."""
+    waits: bool
+    """Whether something is measured first."""
 
 
 def _engine(component: ExportedComponent, shared: _Shared, islands: Mapping[str, str]) -> PlannedEngine:
@@ -296,14 +338,17 @@ def _engine(component: ExportedComponent, shared: _Shared, islands: Mapping[str,
     code = [*(place.partition(":")[0] for place in passes), type(backend).__module__, "trtdiff.lowering"]
     if chosen.computes_in in HALVES:
         code.append("trtdiff.passes.mark_islands")
+    if chosen.quantizes(component.name):
+        code.append("trtdiff.passes.quantize")
     spec = EngineSpec(
         component=component.name,
         graph=component.graph_sha256,
         weights=component.weights,
         profile={dim: str(shared.ranges[dim]) for dim in dims},
-        recipe=chosen.content(),
+        recipe=as_json(chosen.content(component.name)),
         islands=islands,
         ranges=shared.measured,
+        calibration=shared.calibration,
         passes=passes,
         options=shared.options.content(),
         backend=toolchain.backend,
@@ -314,7 +359,8 @@ def _engine(component: ExportedComponent, shared: _Shared, islands: Mapping[str,
         trtdiff_code=code_digest(code),
         libraries=installed(_LOWERING_LIBRARIES),
     )
-    return PlannedEngine(component, passes, spec, shared.options)
+    waits = shared.waits and bool(shared.measured or shared.calibration)
+    return PlannedEngine(component, passes, spec, shared.options, waits)
 
 
 def _ranges(export: ExportManifest) -> PlannedRanges:
@@ -327,6 +373,37 @@ def _ranges(export: ExportManifest) -> PlannedRanges:
             f"fp16 is preceded by a range scan, on ONNX Runtime: {error.message}", where="--range-scan",
             hint=f"{error.hint}; or leave the scan out with --no-range-scan, and see to overflows yourself"
         ) from None  # fmt: skip
+
+
+def _calibration(
+    export: ExportManifest, chosen: PrecisionRecipe, path: Path | None
+) -> tuple[str, PlannedRanges | None]:
+    """Give what names a calibration in keys, and the calibration where it is to be made first."""
+    from trtdiff.calibrate.settings import IN_A_BUILD, calibration_spec
+
+    if path is not None:
+        return read_fitting_cache(path, export, chosen).digest, None
+    how = chosen.quantization
+    assert how is not None, "a calibrated recipe"  # noqa: S101 - `calibrated` says so
+    formats = tuple(sorted(kind for kind in chosen.formats))
+    spec = calibration_spec(export, {**IN_A_BUILD, "method": how.method, "formats": formats})
+    planned = PlannedRanges(spec, ("calibration",))
+    return planned.key, planned
+
+
+def read_fitting_cache(path: Path, export: ExportManifest, chosen: PrecisionRecipe) -> "Cache":
+    """Read a cache that a recipe can be built from. Raises ArtefactError."""
+    from trtdiff.calibrate.cache import read_cache, require_same_model
+
+    cache = read_cache(path)
+    require_same_model(cache, export)
+    if not cache.complete:
+        raise ArtefactError("the calibration is not complete", where=str(path),
+                            hint="go on with it: trtdiff calibrate --resume")  # fmt: skip
+    if missing := [part.name for part in export.components if not cache.components.get(part.name)]:
+        raise ArtefactError(f"the calibration has nothing of {', '.join(missing)}", where=str(path),
+                            hint="calibrate the whole export: trtdiff calibrate")  # fmt: skip
+    return cache
 
 
 def _samplers(export: ExportManifest, schedulers: tuple[str, ...] | None) -> PlannedSamplers:
@@ -375,6 +452,10 @@ def described(plan: BuildPlan) -> Iterator[str]:
         if spec.options:
             words += ", " + ", ".join(f"{name} {value}" for name, value in spec.options.items())
         yield f"target    {target.target}: {words}"
-        yield f"precision {target.precision}: {recipe(target.precision).summary}"
+        yield f"precision {target.precision}: {target.summary}"
+    if plan.ranges is not None and plan.ranges.calibrates:
+        yield f"calibrated on {plan.ranges.spec.settings}"
+    elif plan.cache is not None:
+        yield f"calibration {plan.cache}"
     yield f"profile   {plan.profile}"
     yield f"samplers  {', '.join((*plan.samplers.names, *plan.samplers.optional))}"

@@ -136,6 +136,15 @@ def test_hardware_compatible_is_refused_before_anything_is_built(on_a_gpu, monke
     assert backend("tensorrt").refusal("version_compatible") == ""
 
 
+@pytest.mark.parametrize(
+    ("number", "reason"), [(87, "sm87 has no float8; GPUs from sm89 on have it"), (89, ""), (90, "")]
+)
+def test_float8_is_refused_on_gpus_that_have_none(on_a_gpu, monkeypatch, number, reason):
+    monkeypatch.setattr("trtdiff.backends.tensorrt.this_gpu", lambda: Gpu("A GPU", number))
+    assert backend("tensorrt").impossible("of my own", frozenset({"float8"})) == reason
+    assert backend("tensorrt").impossible("fp16") == ""
+
+
 SPEC = {"backend_version": VERSION, "device": "sm89", "options": {}}
 
 

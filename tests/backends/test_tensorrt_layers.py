@@ -33,6 +33,41 @@ def test_layers_are_read_from_the_compiler_s_words():
     assert not COPY.computes
 
 
+def rtx(name, kind, reads, constants, writes):
+    """Give a line of TensorRT for RTX's log."""
+
+    def tensors(types):
+        items = ", ".join(f"{{ Name: t{place}, Datatype: {dtype} }}" for place, dtype in enumerate(types))
+        return f"[ {items}]" if items else "[]"
+
+    return (
+        f"Name: {name}, LayerType: {kind}, Inputs: {tensors(reads)}, Constants: {tensors(constants)}, Outputs: "
+        f"{tensors([writes])}, TacticName: t, StreamId: 0, Metadata: [ONNX Layer: net/y][ONNX Layer: w/DQ]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "reads", "constants", "writes", "multiplied"),
+    [
+        ("net/Conv_myl0_2", "correlation", ["Int8"], ["Int8", "Float", "Float"], "Float", "int8"),
+        ("net/MatMul_myl0_2", "gemm", ["FP8"], ["FP8", "Float", "Float"], "Half", "float8"),
+        ("net/QK_myl0_4", "gemm", ["FP8", "FP8"], ["Float", "Float"], "FP8", "float8"),
+        ("_gemm_mha_v2_myl0_4", "kgen", ["FP8", "FP8", "FP8"], [], "Half", "float8"),
+        # dequantized as they are read: weights, data, one of two factors; last, to a type that is not told
+        ("__myl_CastMulCastFc_myl0_2", "runtime_fusion", ["Half"], ["Half", "Int8"], "Half", "float16"),
+        ("__myl_CastMulFc_myl0_2", "runtime_fusion", ["Int8"], ["BFloat16"], "BFloat16", "bfloat16"),
+        ("__myl_CastMulFcAdd_myl0_8", "runtime_fusion", ["FP8", "Half"], [], "Half", "float16"),
+        ("__myl_CastMulFcMulCast_myl0_8", "runtime_fusion", ["FP8", "Half"], [], "FP8", ""),
+        ("__myl_FcMulCast_myl0_8", "runtime_fusion", ["FP8", "FP8"], [], "Half", "float8"),
+    ],
+)
+def test_a_layer_reads_the_type_that_it_multiplies_in(name, kind, reads, constants, writes, multiplied):
+    (layer,) = read_layers(rtx(name, kind, reads, constants, writes))
+    assert layer.computes
+    assert layer.reads == multiplied
+    assert layer.nodes == ("net/y", "w/DQ")
+
+
 CASK = (
     "Name: conv_in/Conv + act/Relu, LayerType: CaskConvolution, Inputs: [ { Name: Reformatted Input Tensor 0 to "
     "conv_in/Conv, Location: Device, Dimensions: [1,3,224,224], Format/Datatype: READ }], Outputs: [ { Name: "
@@ -81,6 +116,8 @@ def test_an_inspector_says_types_in_the_words_of_the_log(key, said, dtype):
         ("__myl_FcAddSilu_myl0_9", "runtime_fusion", True),  # a Gemm and its activation
         ("_gemm_mha_v2_myl0_3", "kgen", True),  # attention
         ("__myl_CastReplConc_myl0_1", "kgen", False),
+        ("__myl_MulCastFcAdd_myl0_9", "runtime_fusion", True),
+        ("__myl_MulFcn_myl0_9", "kgen", False),
         ("blocks.0.attention/Reshape", "reshape", False),
     ],
 )

@@ -38,7 +38,7 @@ def test_ranges_of_an_export_that_was_replaced_are_not_kept(export_maker, tmp_pa
     with pytest.raises(expected) as caught:
         build.build(plan, export, tmp_path / "bundle", store)
     if replaced:
-        assert caught.value.message == "the export was replaced while its ranges were scanned"
+        assert caught.value.message == "the export was replaced while it was measured"
         assert caught.value.where == str(export)
         assert caught.value.hint == "build again"
     assert (store.get(plan.ranges.key) is None) == replaced

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from trtdiff.backends.options import BuilderOptions
+from trtdiff.passes.eight_bits import EightBits
 from trtdiff.types import Array, ShapeProfile, TensorSpec
 
 if TYPE_CHECKING:
@@ -98,8 +99,10 @@ class Backend(Protocol):
     """What its engines are for."""
     passes: tuple[str, ...]
     """`module:function` of the passes that put a graph into the forms this compiler is best at; after the recipe's."""
-    precisions: tuple[str, ...]
-    """Names of the recipes whose graphs it compiles as they are meant."""
+    bases: tuple[str, ...]
+    """Types of arithmetic (`computes_in` of a recipe) whose graphs it compiles as they are meant; its usual first."""
+    formats: frozenset[EightBits]
+    """Types of 8 bits that its engines compute in."""
     sums: str
     """Form of the sampler's weighted sums: `matmul`, or `reduce` where a product might lose bits."""
 
@@ -117,8 +120,11 @@ class Backend(Protocol):
     def refusal(self, option: str) -> str:
         """Say why an option of `BuilderOptions`, by field name, cannot be had here; empty where it can."""
 
-    def impossible(self, precision: str) -> str:
-        """Say why engines for this device cannot be made in one of `precisions`; empty where they can. Quick."""
+    def impossible(self, precision: str, formats: frozenset[str] = frozenset()) -> str:
+        """Say why engines for this device cannot be made in one of `precisions`; empty where they can. Quick.
+
+        `formats` are the types of 8 bits that graphs of this precision hold, `int8` and `float8`, whatever its name.
+        """
 
     def memory(self, weights: int) -> int:
         """Estimate the peak bytes of memory that `build` takes for a graph with so many bytes of weights."""

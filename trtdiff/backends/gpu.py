@@ -5,7 +5,7 @@ The driver's own order of devices is CUDA's, `CUDA_VISIBLE_DEVICES` included, wh
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ _MAJOR, _MINOR = 75, 76
 """CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of the driver's interface."""
 _NAME_BYTES = 256
 _NO_DEVICE = 100
+FLOAT8_FROM = 89
+"""Compute capability, times ten, of the first GPUs that multiply float8: Ada, Hopper and later.
+https://docs.nvidia.com/deeplearning/tensorrt-rtx/latest/inference-library/work-quantized-types.html"""
 _HINT = "build with --target rtx:sm89 here (or for another GPU by its number), or run this on the machine with the GPU"
 
 
@@ -58,6 +61,12 @@ def gpus(load: Callable[[str], Any] = ctypes.CDLL) -> tuple[Gpu, ...]:
         raise MissingDependency("there is an NVIDIA driver and no GPU that it may use", where="CUDA_VISIBLE_DEVICES",
                                 hint=_HINT)  # fmt: skip
     return tuple(_gpu(driver, index) for index in range(count.value))
+
+
+def without_float8(capabilities: Iterable[str]) -> str:
+    """Say which of these compute capabilities (`sm86`) have no float8; empty where all have."""
+    lacking = [item for item in capabilities if int(item[2:]) < FLOAT8_FROM]
+    return f"{', '.join(lacking)} {'have' if len(lacking) > 1 else 'has'} no float8" if lacking else ""
 
 
 def _gpu(driver: Any, index: int) -> Gpu:

@@ -19,6 +19,7 @@ from trtdiff.backends.options import BuilderOptions
 from trtdiff.digest import move
 from trtdiff.errors import ArtefactError, BuildError, MissingDependency, TrtdiffError, UsageError
 from trtdiff.machine import physical_cores
+from trtdiff.passes.eight_bits import EightBits
 from trtdiff.types import Array, ShapeProfile, TensorSpec
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class OnnxRuntime:
     target = "cpu"
     extra = "cpu"
     device = "cpu"
-    precisions: tuple[str, ...] = ("fp32",)
+    bases: tuple[str, ...] = ("float32",)
+    formats: frozenset[EightBits] = frozenset({"int8", "float8"})
     sums = "matmul"
     fuses_attention = True  # by `cpu_forms`: one operator that works on blocks of rows
     keeps_graph = True
@@ -68,7 +70,7 @@ class OnnxRuntime:
         """Refuse all: ONNX Runtime optimizes a graph when it opens it, and stores nothing."""
         return "ONNX Runtime compiles nothing ahead of time"
 
-    def impossible(self, precision: str) -> str:  # noqa: ARG002
+    def impossible(self, precision: str, formats: frozenset[str] = frozenset()) -> str:  # noqa: ARG002
         """Refuse none."""
         return ""
 

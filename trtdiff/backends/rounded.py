@@ -20,7 +20,7 @@ class Rounded(OnnxRuntime):
         *OnnxRuntime.passes,
     )
     fuses_attention = False  # heads that no GPU's kernel fits are decomposed as they are there
-    precisions = ("fp16", "bf16")
+    bases = ("float16", "bfloat16")
 
     def _options(self, ort: Any, threads: int) -> Any:
         options = super()._options(ort, threads)

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from trtdiff.backends.base import Progress, Session, Toolchain
-from trtdiff.backends.gpu import Gpu, this_gpu
+from trtdiff.backends.gpu import FLOAT8_FROM, Gpu, this_gpu, without_float8
 from trtdiff.backends.options import BuilderOptions
 from trtdiff.backends.tensorrt_builder import compile_graph, peak_memory
 from trtdiff.backends.tensorrt_failures import not_imported, not_installed
 from trtdiff.backends.timing_cache import Key
 from trtdiff.errors import MissingDependency, UsageError
 from trtdiff.machine import installed
+from trtdiff.passes.eight_bits import EightBits
 from trtdiff.types import ShapeProfile
 
 DISTRIBUTIONS = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12", "tensorrt-cu11")
@@ -31,7 +32,8 @@ class TensorRt:
     name = "tensorrt"
     extra = "gpu"
     passes = ()
-    precisions = ("fp16", "bf16")
+    bases = ("float16", "bfloat16")
+    formats: frozenset[EightBits] = frozenset({"int8", "float8"})
     sums = "reduce"
     fuses_attention = True
     keeps_graph = False
@@ -54,9 +56,11 @@ class TensorRt:
         packages = " ".join(f"{name} {version}" for name, version in installed(DISTRIBUTIONS).items())
         return Toolchain(self.name, _version(), gpu.capability, {"gpu": gpu.name, "packages": packages})
 
-    def impossible(self, precision: str) -> str:  # noqa: ARG002
-        """Refuse none."""
-        return ""
+    def impossible(self, precision: str, formats: frozenset[str] = frozenset()) -> str:  # noqa: ARG002
+        """Refuse float8 on GPUs that have none. Raises MissingDependency where it takes a GPU to say."""
+        if "float8" not in formats or not (why := without_float8([self.device])):
+            return ""
+        return f"{why}; GPUs from sm{FLOAT8_FROM} on have it"
 
     def memory(self, weights: int) -> int:
         """Estimate the peak bytes of `build` as for TensorRT for RTX; not measured on a GPU."""

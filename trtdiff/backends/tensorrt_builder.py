@@ -29,6 +29,7 @@ from trtdiff.backends.tensorrt_layers import (
 )
 from trtdiff.backends.tensorrt_precision import compared
 from trtdiff.backends.tensorrt_progress import Told, monitor
+from trtdiff.backends.tensorrt_quantized import quantized
 from trtdiff.backends.timing_cache import Key, keep_times, use_times
 from trtdiff.errors import BuildError, StorageError, TrtdiffError, UsageError
 from trtdiff.lowered import read_graph
@@ -119,7 +120,7 @@ def compile_graph(
             keep_times(config, measured, options.timing_cache, times)
         except Exception as error:  # noqa: BLE001 - the engine is there, and costs more than the times
             log.remarks.append(f"the measured times were not kept: {_line(error)}")
-    return {"plan_bytes": writer.size, **_realised(trt, logger, graph, out)}
+    return {"plan_bytes": writer.size, **_realised(trt, logger, graph, out, profile)}
 
 
 def peak_memory(weights: int) -> int:
@@ -268,7 +269,7 @@ def _symbolic_dims(graph: Path) -> dict[str, tuple[int | str, ...]]:
 # --- what came of it -------------------------------------------------------------------------------------------------
 
 
-def _realised(trt: Any, logger: Any, graph: Path, out: Path) -> dict[str, Any]:
+def _realised(trt: Any, logger: Any, graph: Path, out: Path, profile: ShapeProfile) -> dict[str, Any]:
     """Write `layers.json`, and sum up the layers; `remarks` are what we say ourselves, `warnings` the compiler's."""
     compiled, log = Graph(graph), logger.listener
     layers = with_modules(_listed(trt, logger, out / PLAN), compiled.modules)
@@ -276,8 +277,11 @@ def _realised(trt: Any, logger: Any, graph: Path, out: Path) -> dict[str, Any]:
         write_layers_file(out, layers)
     found = compared(layers, compiled)
     doubt = [f"the precision of this engine is {found['precision']}"] if "precision" in found else []
+    eight = quantized(layers, compiled, profile.sizes("opt"))
+    if uncounted := eight.pop("uncounted", ""):
+        doubt.append(f"what computes in 8 bits is not counted in full: {uncounted}")
     warnings = list(dict.fromkeys(log.warnings))[:_WARNINGS]
-    return {"remarks": [*doubt, *log.remarks], "warnings": warnings, **summed_up(layers), **found}
+    return {"remarks": [*doubt, *log.remarks], "warnings": warnings, **summed_up(layers), **found, **eight}
 
 
 def _listed(trt: Any, logger: Any, plan: Path) -> list[Layer]:

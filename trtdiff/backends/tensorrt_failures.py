@@ -38,6 +38,8 @@ HINTS = {
     "choose other sizes with --profile",
     "HW-specific datatypes: b16": "GPUs before sm80 do not know bfloat16: build with --precision fp16, or leave them "
     "out of --target",
+    "HW-specific datatypes: fp8": "GPUs before sm89 do not know float8: build with another --precision, or leave them "
+    "out of --target",
     "for Turing": "leave sm75 out of --target, or build with --precision fp16",
     "[Oo]ut ?[Oo]f ?[Mm]emory|insufficient memory|bad_alloc": "choose a smaller profile, or more memory",
     "Could not find any implementation": "allow more with --workspace, or choose a smaller profile",
@@ -58,23 +60,23 @@ class Graph:
 
         self.path = path
         try:
-            self._model = onnx.load(path, load_external_data=False)
+            self.model = onnx.load(path, load_external_data=False)
         except Exception:  # noqa: BLE001 - protobuf has classes of its own; what is said is then about the file
-            self._model = onnx.ModelProto()
+            self.model = onnx.ModelProto()
 
     @property
     def nodes(self) -> "Sequence[onnx.NodeProto]":
         """Every node, in order."""
-        return list(self._model.graph.node)
+        return list(self.model.graph.node)
 
     @cached_property
     def types(self) -> Mapping[str, str]:
         """Type and shape of every tensor in words, where the file states them or they can be inferred."""
         import onnx
 
-        stated = _types(self._model.graph)
+        stated = _types(self.model.graph)
         try:
-            inferred = _types(onnx.shape_inference.infer_shapes(self._model).graph)
+            inferred = _types(onnx.shape_inference.infer_shapes(self.model).graph)
         except Exception:  # noqa: BLE001 - a graph that is refused may well be one that cannot be inferred
             inferred = {}
         return {**inferred, **stated}

@@ -27,9 +27,10 @@ FLOATS = {
 """Types as the library writes them → as we do. Integers that count or index (Int32, Int64, Bool) are left out."""
 ARITHMETIC = ("correlation", "gemm", "convolution", "deconv", "matrix", "attention", "fmha", "mha")
 """Parts of layer types that do the work: convolutions, matrix products, attention."""
-_FUSED_ARITHMETIC = re.compile("__myl_Fc|_gemm_")
+_FUSED_ARITHMETIC = re.compile("__myl_(?P<before>(?:[A-Z][a-z]*)*?)Fc(?=[A-Z_])|_gemm_")
 """How the names of layers begin that are products with more fused into them, or attention, under types that say less:
-`runtime_fusion`, `kgen`."""
+`runtime_fusion`, `kgen`. `before` is what is done to their inputs first: `__myl_CastMulFcAdd`."""
+EIGHT_BITS = ("int8", "float8")
 _LISTED = 20
 """How many layers in another type are listed in a summary."""
 
@@ -51,7 +52,8 @@ class Layer:
     name: str
     kind: str
     reads: str
-    """Type of its first input of numbers, in our words; empty where it reads none."""
+    """Type of its first input of numbers, in our words; empty where it reads none. Where it casts that input from 8
+    bits before it multiplies, the type that it casts to; empty where that is not told."""
     writes: str
     nodes: tuple[str, ...]
     """ONNX nodes that it computes."""
@@ -81,24 +83,21 @@ def read_layers(text: str) -> list[Layer]:
         match = _LAYER.match(line)
         if match:
             reads, writes = (_first(_TYPE.findall(match[side])) for side in ("inputs", "outputs"))
+            reads = _multiplied(match["name"], reads, writes)
             found.append(Layer(match["name"], match["kind"], reads, writes, tuple(_NODE.findall(line))))
     return found
 
 
 def inspected_layers(text: str) -> list[Layer]:
     """Read layers as the engine inspector writes them, as JSON; none where it was built to keep their names only."""
-    layers = json.loads(text)["Layers"]
-    return [
-        Layer(
-            name=layer["Name"],
-            kind=layer["LayerType"],
-            reads=_first(map(_words, layer.get("Inputs", ()))),
-            writes=_first(map(_words, layer.get("Outputs", ()))),
-            nodes=tuple(_NODE.findall(layer.get("Metadata", ""))),
-        )
-        for layer in layers
-        if isinstance(layer, dict)
-    ]
+    found = []
+    for layer in json.loads(text)["Layers"]:
+        if isinstance(layer, dict):
+            reads, writes = (_first(map(_words, layer.get(side, ()))) for side in ("Inputs", "Outputs"))
+            reads = _multiplied(layer["Name"], reads, writes)
+            nodes = tuple(_NODE.findall(layer.get("Metadata", "")))
+            found.append(Layer(layer["Name"], layer["LayerType"], reads, writes, nodes))
+    return found
 
 
 def with_modules(layers: Iterable[Layer], modules: Mapping[str, str]) -> list[Layer]:
@@ -156,6 +155,18 @@ def read_layers_file(folder: Path) -> list[Layer]:
     except IndexError:
         raise ArtefactError(f"{LAYERS_FILE} names a module that it does not list", where=str(path),
                             hint="build again with --force")  from None  # fmt: skip
+
+
+def _multiplied(name: str, reads: str, writes: str) -> str:
+    """Give the type that a layer multiplies in, for what it reads.
+
+    A product that dequantizes as it reads, `__myl_CastMulFc`, is a product in the type it writes. TensorRT for RTX
+    1.7.1 makes such layers where only one factor is quantized.
+    """
+    match = _FUSED_ARITHMETIC.match(name)
+    if reads not in EIGHT_BITS or match is None or "Cast" not in (match["before"] or ""):
+        return reads
+    return "" if writes in EIGHT_BITS else writes
 
 
 def _words(tensor: Mapping[str, Any]) -> str:

@@ -5,17 +5,18 @@ without any it is portable, and the GPU's own kernels are chosen when it is firs
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from trtdiff.backends.base import Progress, Session, Toolchain
-from trtdiff.backends.gpu import this_gpu
+from trtdiff.backends.gpu import this_gpu, without_float8
 from trtdiff.backends.options import BuilderOptions
 from trtdiff.backends.tensorrt_builder import compile_graph, peak_memory
 from trtdiff.backends.tensorrt_failures import not_imported, not_installed
 from trtdiff.errors import MissingDependency, UsageError
+from trtdiff.passes.eight_bits import EightBits
 from trtdiff.types import ShapeProfile
 
 _PRODUCT = "tensorrt-rtx"
@@ -43,7 +44,8 @@ class TensorRtRtx:
     name = "tensorrt-rtx"
     extra = "rtx"
     passes = ("trtdiff.passes.decompose_attention:decompose_attention target=rtx",)
-    precisions = ("fp16", "bf16")
+    bases = ("float16", "bfloat16")
+    formats: frozenset[EightBits] = frozenset({"int8", "float8"})
     sums = "reduce"
     fuses_attention = True
     keeps_graph = False
@@ -70,14 +72,22 @@ class TensorRtRtx:
         except metadata.PackageNotFoundError:
             raise not_installed(_PRODUCT, self.extra) from None
 
-    def impossible(self, precision: str) -> str:
-        """Refuse compute capabilities that the library does not know, and bfloat16 on Turing, which has none."""
+    def impossible(self, precision: str, formats: frozenset[str] = frozenset()) -> str:
+        """Refuse compute capabilities that the library does not know, and types that one of them has not.
+
+        Turing has no bfloat16; float8 begins with Ada. A portable engine may hold float8: it is for the GPUs that have
+        it. int8 is known to all, though Turing has no kernels for convolutions in it: that is seen once it is built.
+        """
         if self.device == PORTABLE:
             return ""
         asked, known = self.device.split(","), _known(_import())
         if unknown := [item for item in asked if item not in known]:
             return f"TensorRT for RTX does not build for {unknown[0]}, only for {', '.join(known)}"
-        return f"{TURING} has no bfloat16" if precision == "bf16" and TURING in asked else ""
+        if precision == "bf16" and TURING in asked:
+            return f"{TURING} has no bfloat16"
+        if "float8" not in formats or not (why := without_float8(asked)):
+            return ""
+        return f"{why}; of the GPUs that TensorRT for RTX builds for, {', '.join(_with_float8(known))} have it"
 
     def memory(self, weights: int) -> int:
         """Estimate the peak bytes of `build`."""
@@ -146,6 +156,10 @@ class TensorRtRtx:
 def _known(trt: Any) -> list[str]:
     """Give the compute capabilities that the library builds for."""
     return [name.lower() for name in trt.ComputeCapability.__members__ if name.startswith("SM")]
+
+
+def _with_float8(known: Sequence[str]) -> list[str]:
+    return [item for item in known if not without_float8([item])]
 
 
 def _import() -> Any:

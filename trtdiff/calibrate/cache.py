@@ -20,8 +20,6 @@ from trtdiff.manifest import as_json, differences
 from trtdiff.records import whole_file
 
 CACHE_SCHEMA = 1
-CALIBRATION_FILE = "calibration.json"
-"""Name of a cache in a store entry."""
 DIGITS = 7
 """Significant digits of what is written down: as many as the float32 numbers have that are summed."""
 RANGE, ERROR, COUNT, NOISE = "range", "error", "count", "noise"

@@ -25,7 +25,6 @@ import msgspec
 from trtdiff.backends.onnxruntime import OnnxRuntime
 from trtdiff.calibrate.cache import (
     CACHE_SCHEMA,
-    CALIBRATION_FILE,
     COUNT,
     ERROR,
     NOISE,
@@ -46,7 +45,7 @@ from trtdiff.calibrate.measurements import Counts, LayerNoise, Measurement, Rang
 from trtdiff.calibrate.opened import Opened
 from trtdiff.calibrate.recording import Recording
 from trtdiff.calibrate.samples import Sample, bands_of, check_bands, choose_samples, one_a_band, prompts_of
-from trtdiff.calibrate.settings import CalibrationSettings
+from trtdiff.calibrate.settings import CALIBRATION_FILE, CalibrationSettings
 from trtdiff.digest import digest
 from trtdiff.errors import ArtefactError
 from trtdiff.export.manifest import EXPORT_FILE, EXPORT_SCHEMA, ExportManifest

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtdiff.cli.options import ENGINES, EXPORTS, HELP, json_option, note, only_folder, parse_size
+from trtdiff.cli.options import CALIBRATION, ENGINES, EXPORTS, HELP, json_option, note, only_folder, parse_size
 
 if TYPE_CHECKING:
     from trtdiff.build import Report, Survey
@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     help="What engines are for: tensorrt (this GPU), rtx (portable), rtx:sm86,sm89, cpu, rounded. Several times for "
     "engines of several backends in one bundle. Default: the best this machine runs.",
 )  # fmt: skip
-@click.option("--precision", help="fp32, fp16 or bf16. Default: the target's first.")
+@click.option(
+    "--precision", help="fp32, fp16, bf16, fp8, fp8-mixed, int8 or int8-weights. Default: the target's first."
+)
+@click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="A precision of your own: a TOML file.")
+@click.option(
+    "--calibration", type=click.Path(path_type=Path), help="Calibration cache for fp8 and int8. Default: "
+    "calibration/NAME.json where it is there; else a few pictures are made first.",
+)  # fmt: skip
 @click.option(
     "--profile", default="", help="Sizes to build for, as min:opt:max: batch=1:1:4,height=256:512:1024; or a name: "
     "default, native, latency, throughput; or both: native,batch=1:2:8.",
@@ -64,6 +71,8 @@ def build(
     out: Path | None,
     targets: tuple[str, ...],
     precision: str | None,
+    recipe_file: Path | None,
+    calibration: Path | None,
     profile: str,
     schedulers: str,
     keep: tuple[str, ...],
@@ -101,6 +110,8 @@ def build(
     from trtdiff.export.read import read_export
     from trtdiff.making import Listener
     from trtdiff.plan import described, make_plan
+    from trtdiff.recipes import recipe
+    from trtdiff.recipes.own import own_recipe
     from trtdiff.store import Store
 
     if folder is None:
@@ -120,11 +131,16 @@ def build(
     if out is None:
         out = ENGINES / export.name
         note(f"bundle {out} (default)")
-    targets = _said_targets(targets, precision)
+    if precision is not None and recipe_file is not None:
+        raise UsageError("both --precision and --recipe are given", where="--recipe", hint="leave one out")
+    chosen = recipe(precision) if precision else own_recipe(recipe_file) if recipe_file else None
+    targets = _said_targets(targets, precision if recipe_file is None else str(recipe_file))
+    if chosen is not None and chosen.calibrated:
+        calibration = _said_calibration(calibration, export.name)
     names = tuple(filter(None, (name.strip() for name in schedulers.split(","))))
     plan = make_plan(
-        export, name=out.name, precision=precision, targets=targets, profile=profile, schedulers=names or None,
-        options=options, keep=keep, range_scan=range_scan,
+        export, name=out.name, precision=chosen, targets=targets, profile=profile, schedulers=names or None,
+        options=options, keep=keep, range_scan=range_scan, calibration=calibration,
     )  # fmt: skip
     for remark in [*([] if profile else [f"profile {plan.profile} (default)"]), *plan.remarks]:
         note(remark)
@@ -151,14 +167,27 @@ def build(
 def _said_targets(targets: tuple[str, ...], precision: str | None) -> tuple[str, ...]:
     """Give the targets, or the default one; say what is a default."""
     from trtdiff.backends import best_target, target_backend
+    from trtdiff.recipes import precisions_of
 
     if not targets:
         targets = (best_target(),)
         note(f"target {targets[0]} (default: the best that this machine can run)")
     if precision is None:
         for target in targets:
-            note(f"precision {target_backend(target).precisions[0]} (default for target {target})")
+            note(f"precision {precisions_of(target_backend(target))[0]} (default for target {target})")
     return targets
+
+
+def _said_calibration(given: Path | None, export: str) -> Path | None:
+    """Give the calibration cache, the usual one where it is there; say which it is, or that one is made first."""
+    usual = CALIBRATION / f"{export}.json"
+    if given is None and usual.is_file():
+        note(f"calibration {usual} (default)")
+        return usual
+    if given is None:
+        note(f"no {usual}: calibrated first, on a few pictures of the family's own prompts; for pictures of yours, "
+             "run trtdiff calibrate before")  # fmt: skip
+    return given
 
 
 def _why(survey: "Survey", out: Path, *, force: bool) -> Iterator[str]:

@@ -80,7 +80,8 @@ def check(
         if not as_json:
             _print_plan(planned, request, work.picture_flops(request))
         work.refuse_beyond_memory(planned, request)
-        tolerance = recipe(work.engines.precision).tolerance
+        own = work.manifest.tolerances.get(work.engines.toolchain.backend)
+        tolerance = own or recipe(work.engines.precision).tolerance
         report = work.run(
             planned, request, tolerance, done=_ticker(len(planned)) if not as_json else lambda _result: None
         )

@@ -18,7 +18,7 @@ from trtdiff.backends.gpu import gpus
 from trtdiff.cli.options import HELP, console, json_option
 from trtdiff.errors import MissingDependency
 from trtdiff.machine import available_memory, physical_cores
-from trtdiff.recipes import SCANNED, recipe
+from trtdiff.recipes import SCANNED
 
 SCANNER = "onnxruntime"
 """The backend that range scans run on."""
@@ -89,7 +89,7 @@ def _abilities(compiler: tuple[Library, ...]) -> dict[str, str]:
     )
     answers = {verb: f"no: {text}" if text else "yes" for verb, text in missing.items()}
     for target, name in TARGETS.items():
-        scans = recipe(backend(name).precisions[0]).computes_in in SCANNED
+        scans = backend(name).bases[0] in SCANNED
         if scans and answers[f"build --target {target}"] == "yes" and building[SCANNER]:
             answers[f"build --target {target}"] = f"yes, with --no-range-scan: {building[SCANNER]}"
     return answers

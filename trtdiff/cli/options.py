@@ -20,6 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 EXPORTS = Path("exports")
 ENGINES = Path("engines")
+CALIBRATION = Path("calibration")
 
 PIPED_WIDTH = 160
 

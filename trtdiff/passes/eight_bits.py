@@ -11,7 +11,7 @@ every tensor of every model, so that what was measured at them on different data
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, log
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -33,8 +33,6 @@ class Format:
     name: EightBits
     largest: float
     """Of int8 127: -128 is not used, so that negating a number is exact. Of E4M3 (OCP 8-bit floating point) 448."""
-    stored_as: str
-    """Element type as numpy or ml_dtypes name it."""
 
     @property
     def dtype(self) -> "ir.DataType":
@@ -45,28 +43,33 @@ class Format:
 
     def stored(self, array: Array) -> Array:
         """Round numbers that were divided by their scale: float32 [...] → int8 or float8_e4m3fn [...]; clips."""
-        clipped = np.clip(array, -self.largest, self.largest)
-        if self.name == "int8":
-            return np.rint(clipped).astype(np.int8)
+        clipped: Array = np.clip(array, -self.largest, self.largest)
+        return (np.rint(clipped) if self.name == "int8" else clipped).astype(self.numpy)
+
+    @property
+    def numpy(self) -> "np.dtype[Any]":
+        """Element type in numpy, with ml_dtypes."""
         import ml_dtypes
 
-        return clipped.astype(ml_dtypes.float8_e4m3fn)
+        return np.dtype(np.int8 if self.name == "int8" else ml_dtypes.float8_e4m3fn)
 
     def rounded(self, array: Array) -> Array:
-        """The same, as the float32 numbers that are read back. Ties go to even."""
-        clipped = np.clip(array, -self.largest, self.largest)
+        """Do the same, and give the float32 numbers that are read back. Ties go to even."""
+        clipped: Array = np.clip(array, -self.largest, self.largest)
         if self.name == "int8":
-            return np.rint(clipped)
+            whole: Array = np.rint(clipped)
+            return whole
         # three bits of mantissa; below 2 ** -6 numbers are multiples of 2 ** -9
         bits = clipped.astype(np.float32).view(np.uint32)
         odd = (bits >> np.uint32(20)) & np.uint32(1)
         normal = ((bits + np.uint32(0x7FFFF) + odd) & np.uint32(0xFFF00000)).view(np.float32)
-        return np.where(np.abs(clipped) < 2.0**-6, np.rint(clipped * 512) / 512, normal)
+        found: Array = np.where(np.abs(clipped) < 2.0**-6, np.rint(clipped * 512) / 512, normal)
+        return found
 
 
 FORMATS: Mapping[EightBits, Format] = {
-    "int8": Format("int8", 127.0, "int8"),
-    "float8": Format("float8", 448.0, "float8_e4m3fn"),
+    "int8": Format("int8", 127.0),
+    "float8": Format("float8", 448.0),
 }
 
 

@@ -86,6 +86,10 @@ class _Typing:
             elif outputs:
                 return  # value_float: its readers narrow it
         else:
+            if node.op_type in SCALED:
+                places = [place for place in places if place != _SCALE]
+                if outputs and node.op_type == "DequantizeLinear":
+                    node.attributes["output_dtype"] = ir.AttrInt64("output_dtype", int(self._half))
             self._feed(node, places, wide=False)
             self._feed(node, [place for place in range(len(node.inputs)) if place not in places], wide=True)
         for value in outputs:
@@ -183,5 +187,14 @@ class _Typing:
             forget_if_unused(value)
 
 
+SCALED = ("QuantizeLinear", "DequantizeLinear")
+"""Operators whose scale stays in float32, while what they read or write is half.
+
+From opset 23 on a scale's type is its own, and `output_dtype` says what is written. Were scales float16, TensorRT for
+RTX 1.7.1 would multiply both of a linear layer in float16 (a subnormal number, often), and write the sum of products
+of 8 bits, before it is scaled, in float16 too, which ends at 65,504: seen in its layers and in the constants of a plan.
+"""
+_SCALE = 1
+"""Place of the scale among their inputs."""
 SMALL_BYTES = 1024
 """Up to this size a constant is converted at once, and stays in the graph file."""

@@ -53,6 +53,8 @@ def _round(casts: Casts, node: "ir.Node", value: "ir.Value") -> None:
     narrow = value
     if node.op_type not in {"Cast", "Constant", "ConstantOfShape"}:  # those write a half value as it is
         value.dtype = ir.DataType.FLOAT
+        if "output_dtype" in node.attributes:
+            node.attributes["output_dtype"] = ir.AttrInt64("output_dtype", int(ir.DataType.FLOAT))
         narrow = casts.cast(value, half)
     wide = casts.cast(narrow, ir.DataType.FLOAT)
     for reader, place in readers:

@@ -1,7 +1,7 @@
 """New nodes for a graph, written down in order and put in together."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -116,13 +116,17 @@ class Tape:
 
     def name_after(self, node: "ir.Node") -> None:
         """Name nodes and values for the node that they replace, and give them its module and mark."""
+        self.name_all(str(node.name), node.metadata_props)
+
+    def name_all(self, stem: str, metadata: "Mapping[str, str]") -> None:
+        """Name nodes and values `stem/Operator`, and give them the metadata."""
         taken: Counter[str] = Counter()
         for made in self._nodes:
-            made.name = f"{node.name}/{made.op_type}"
+            made.name = f"{stem}/{made.op_type}"
             taken[made.name] += 1
             if taken[made.name] > 1:
                 made.name = f"{made.name}_{taken[made.name]}"
-            made.metadata_props.update(node.metadata_props)
+            made.metadata_props.update(metadata)
             for value in made.outputs:
                 if not value.is_graph_output():
                     value.name = made.name

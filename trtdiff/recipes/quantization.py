@@ -31,17 +31,21 @@ class Quantization:
     percentile: float = 99.99
     """Of elements, in percent, that lie within the clip, for the method `percentile`."""
     smooth: float | None = None
-    """SmoothQuant's α for linear layers (Xiao et al. 2023, eq. 4): 0 leaves all to the activations, 1 to the weights."""
+    """SmoothQuant's alpha for linear layers (Xiao et al. 2023, eq. 4): how much goes from activations to weights."""
 
     def __post_init__(self) -> None:
         if self.activations is None and "attention" in self.operators:
-            raise UsageError("attention has no weights: its products cannot be quantized by weights alone",
-                             where="quantization.operators", hint="leave attention out, or name activations")  # fmt: skip
+            raise UsageError(
+                "attention has no weights: its products cannot be quantized by weights alone",
+                where="quantization.operators", hint="leave attention out, or name activations"
+            )  # fmt: skip
         if not self.operators or not self.components:
             raise UsageError("a quantization of nothing", where="quantization",
                              hint="name operators and components")  # fmt: skip
         if self.smooth is not None and not 0 <= self.smooth <= 1:
-            raise UsageError(f"α is {self.smooth}; it is a share", where="quantization.smooth", hint="0 to 1, often 0.5")
+            raise UsageError(
+                f"alpha is {self.smooth}; it is a share", where="quantization.smooth", hint="0 to 1, often 0.5"
+            )
         if not 0 < self.percentile <= 100:
             raise UsageError(f"{self.percentile} is no percentage of elements", where="quantization.percentile",
                              hint="often 99.9 to 99.999")  # fmt: skip

@@ -1,0 +1,63 @@
+"""Precisions that compute in 8 bits, on top of float16.
+
+int8           convolutions and linear layers; linear ones smoothed
+fp8            E4M3: convolutions, linear layers, and the products of attention
+fp8-mixed      fp8, but for what people keep in float16 when they ship it
+int8-weights   weights alone: half the size, float16's arithmetic
+
+In all of them the layers that touch the latent itself and the timestep's embedding stay in float16: they are below 1 %
+of the multiply-adds and make much of the error. Text encoders and VAEs stay in float16 too, but for `int8-weights`.
+"""
+
+from dataclasses import replace
+
+from trtdiff.recipes.base import PrecisionRecipe
+from trtdiff.recipes.half import FP16
+from trtdiff.recipes.quantization import Quantization
+from trtdiff.types import Tolerance
+
+_LATENT = "it reads or writes the latent itself, where every error is an error of the picture"
+_TIME = "the timestep's embedding steers every block, and is next to no work"
+ENDS = {"conv_in": _LATENT, "conv_out": _LATENT, "time_embedding.*": _TIME, "*.time_emb_proj": _TIME}
+_MIXED = {
+    **ENDS,
+    "proj_out": "the last projection writes the prediction itself",
+    "*.proj_out": "a transformer's way back into the residual stream",
+    "norm_out.*": "modulation by the timestep: next to no work",
+    "time_text_embed.*": _TIME,
+}
+TENSOR_CORE = 16
+"""Tensor cores multiply 8 bits in blocks of 16: smaller sums gain nothing."""
+
+INT8 = PrecisionRecipe(
+    name="int8",
+    summary="int8 convolutions and linear layers (SmoothQuant, alpha 0.5), float16 for all else",
+    computes_in=FP16.computes_in,
+    passes=FP16.passes,
+    quantization=Quantization("int8", "int8", keep=ENDS, method="mse", smooth=0.5),
+    tolerance=Tolerance(components={**FP16.tolerance.components, "denoiser": 0.5}, latents=0.5, levels=255),
+)
+FP8 = PrecisionRecipe(
+    name="fp8",
+    summary="float8 (E4M3) convolutions, linear layers and attention, float16 for all else",
+    computes_in=FP16.computes_in,
+    passes=FP16.passes,
+    quantization=Quantization("float8", "float8", ("conv", "linear", "attention"), keep=ENDS, method="mse"),
+    tolerance=Tolerance(components={**FP16.tolerance.components, "denoiser": 0.5}, latents=0.5, levels=255),
+)
+FP8_MIXED = replace(
+    FP8,
+    name="fp8-mixed",
+    summary="float8 (E4M3) where it is safe, float16 for projections out of blocks, small layers and all else",
+    quantization=Quantization(
+        "float8", "float8", ("conv", "linear", "attention"), keep=_MIXED, least=TENSOR_CORE, method="mse"
+    ),
+)
+INT8_WEIGHTS = PrecisionRecipe(
+    name="int8-weights",
+    summary="weights stored in int8, float16 arithmetic",
+    computes_in=FP16.computes_in,
+    passes=FP16.passes,
+    quantization=Quantization("int8", None, components=("denoiser", "text_encoder", "text_encoder_2"), keep=ENDS),
+    tolerance=Tolerance(components={**FP16.tolerance.components, "denoiser": 0.5}, latents=0.5, levels=255),
+)
