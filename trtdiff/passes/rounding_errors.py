@@ -74,14 +74,22 @@ def add_rounding_errors(graph: "ir.Graph", tried: "Iterable[tuple[ir.Value, Sequ
     graph.outputs.append(output)
 
 
+def round_trip(
+    tape: Tape, value: "ir.Value", scale: "ir.Value", name: EightBits, zero: "ir.Value | None" = None
+) -> "ir.Value":
+    """Quantize a value and read it back; `zero` is the zero point where there is one to share."""
+    if zero is None:
+        zero = tape.constant(np.zeros((), FORMATS[name].numpy))
+    return tape.op("DequantizeLinear", tape.op("QuantizeLinear", value, scale, zero), scale, zero)
+
+
 def read_back(tape: Tape, graph: "ir.Graph", value: "ir.Value", scale: float) -> "ir.Value":
-    """Round a value to int8 with this scale, and read it back."""
-    given = (shared_number(graph, scale), shared_number(graph, 0, np.int8))
-    return tape.op("DequantizeLinear", tape.op("QuantizeLinear", value, *given), *given)
+    """Round a value to int8 with this scale, and read it back; constants are shared within the graph."""
+    return round_trip(tape, value, shared_number(graph, scale), "int8", shared_number(graph, 0, np.int8))
 
 
 def float8_magnitude(tape: Tape, graph: "ir.Graph", number: "ir.Value", *, clips: bool = True) -> "ir.Value":
-    """Round numbers that were divided by their scale, none negative, to float8; with `clips`, to its largest at most."""
+    """Round magnitudes that were divided by their scale to float8; with `clips`, to its largest at most."""
     large = tape.op("Clip", tape.op("Mul", number, shared_number(graph, 2.0**20)), shared_number(graph, 2.0**14))
     rounded = tape.op("Sub", tape.op("Add", large, number), large)
     if not clips:
