@@ -147,9 +147,10 @@ class Calibration:
     def run(self) -> Cache:
         """Carry out what is left, and give the finished cache, not yet sealed to a file."""
         try:
-            for kind in self._kinds():
+            for kind in () if self.complete else self._kinds():
                 for names in self._stages():
                     self._stage(kind, names)
+            self._spend(self._total)
         finally:
             self._cache = self.cache()
             self._sessions = []
@@ -247,10 +248,11 @@ class Calibration:
         for key in self._keys(kind):
             groups.setdefault(self._cache.runs[0].done[key].get(names[0], 0), []).append(key)
         for done, keys in groups.items():
-            if done >= self._wanted(kind, names[0]):
+            missing = kind == RANGE and not self._loop.recorded(names[0])
+            if done >= self._wanted(kind, names[0]) and not missing:
                 continue
             with self._opened(kind, names, keys, done) as sessions:
-                if any(session.measures for session in sessions.values()):
+                if missing or any(session.measures for session in sessions.values()):
                     self._execute(kind, sessions)
                 for session in sessions.values():  # where there is nothing to see, that was seen
                     while session.done < self._wanted(kind, session.component):
@@ -291,6 +293,7 @@ class Calibration:
                     after=lambda component: self._executed(kind, component),
                 )  # fmt: skip
                 self._sessions.append((sessions[name], keys))
+                self._spend(self._opening(name))
             yield sessions
         finally:
             self._cache = self.cache()
@@ -300,11 +303,18 @@ class Calibration:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _executed(self, kind: str, component: str) -> None:
-        self._spent = min(self._spent + self._cost(kind, component), self._total)
-        self._progress(int(1000 * self._spent), int(1000 * self._total))
+        self._spend(self._cost(kind, component))
         if time.monotonic() - self._saved > SAVE_EVERY:
             self._save(self.cache())
             self._saved = time.monotonic()
+
+    def _spend(self, seconds: float) -> None:
+        self._spent = min(self._spent + seconds, self._total)
+        self._progress(int(1000 * self._spent), int(1000 * self._total))
+
+    def _opening(self, component: str) -> float:
+        """Estimate the seconds until a component is open: its weights are written in float32, its graph is optimized."""
+        return 2 + self._weights[component] / _WRITTEN_PER_SECOND
 
     def _cost(self, kind: str, component: str) -> float:
         """Estimate the seconds of one execution."""
@@ -319,8 +329,9 @@ class Calibration:
                 counts = [done[key].get(name, 0) for key in self._keys(kind)]
                 wanted = self._wanted(kind, name)
                 branches = self._settings.branches if name == "denoiser" and kind != NOISE else 1
-                for count in set(counts):
+                for count in set(counts) - {wanted}:
                     left = wanted - count
+                    whole += self._opening(name)
                     if kind == RANGE and name == "denoiser":  # every step is executed, sample or not
                         left = round(left / wanted * len(self._loop.pictures) * self._table.calls)
                     whole += left * branches * self._cost(kind, name)
@@ -330,6 +341,7 @@ class Calibration:
 _WEIGHT: Mapping[str, float] = {RANGE: 1.15, ERROR: 2.5, COUNT: 3.0, NOISE: 6.0}
 """What an execution takes, in times of a plain one."""
 _SCRATCH = "scratch"
+_WRITTEN_PER_SECOND = 2e8
 _BESIDES = ("method", "formats", "sensitivity")
 """Settings that the loop does not depend on."""
 

@@ -9,6 +9,9 @@ squared scale. Forms, for 1.3 million elements on one core of an AMD EPYC with O
 float8 as arithmetic: with t = |x| / scale, a number A that is t · 2^20, and no less than 2^14, has a last place worth
 just what the last of the three bits of t's mantissa is worth, or the least step of float8, 2^-9, below 2^-6. So
 (t + A) - A is t rounded to float8, ties to even, as `EightBits` says it.
+
+A number beyond the clip becomes -128 at the lower end of int8, as `QuantizeLinear` gives it wherever a quantized graph
+is run, though no scale is chosen for it.
 """
 
 from collections.abc import Iterable, Sequence
