@@ -13,7 +13,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtdiff.calibrate.cache import Cache, Component, Statistics, read_cache
+from trtdiff.calibrate.cache import COUNT, ERROR, NOISE, RANGE, Cache, Component, Statistics, read_cache
 from trtdiff.describe import Description, Table
 from trtdiff.errors import ArtefactError, MissingDependency, UsageError
 from trtdiff.records import whole_file
@@ -69,7 +69,8 @@ def is_cache(path: Path) -> bool:
     if not path.is_file() or path.suffix.lower() != ".json":
         return False
     with path.open("rb") as file:
-        return all(word in file.read(4096) for word in (b'"schema"', b'"digest"', b'"model"', b'"graphs"'))
+        begin = file.read(4096)
+    return all(word in begin for word in (b'"schema"', b'"digest"', b'"model"', b'"graphs"'))
 
 
 def describe_cache(path: Path) -> Description:
@@ -89,7 +90,7 @@ def describe_cache(path: Path) -> Description:
         "made with": ", ".join(f"{name} {version}" for name, version in cache.versions.items()),
     }
     tables = (
-        Table("coverage of the schedule", ("timesteps", "samples"), tuple(_coverage(cache))),
+        Table("coverage", ("timesteps", "samples"), tuple(_coverage(cache))),
         Table("passes", ("pass", *cache.components), tuple(_passes(cache))),
         Table(f"pictures (the first {SHOWN})", ("seed", "prompt"), tuple(_pictures(cache))),
         *(table for name, component in cache.components.items() for table in _tensors(name, component, data.bands)),
@@ -145,7 +146,9 @@ def _coverage(cache: Cache) -> Iterator[tuple[str, str]]:
 
 
 def _passes(cache: Cache) -> Iterator[tuple[str, ...]]:
-    for key in dict.fromkeys(key for run in cache.runs for key in run.wanted):
+    order = (RANGE, ERROR, COUNT, NOISE)
+    keys = {key for run in cache.runs for key in run.wanted}
+    for key in sorted(keys, key=lambda key: (order.index(key.split()[0]), key)):
         row = []
         for name in cache.components:
             done = sum(run.done.get(key, {}).get(name, 0) for run in cache.runs)
@@ -239,8 +242,9 @@ def _draw_sensitivity(cache: Cache, axes: "Axes") -> None:
         mine = [layer for layer in every if layer.format == kind]
         sizes = [8 + 4000 * layer.share for layer in mine]
         axes.scatter(range(len(mine)), [layer.decibels for layer in mine], s=sizes, alpha=0.6, label=kind)
-        for place, layer in sorted(enumerate(mine), key=lambda item: item[1].decibels)[:3]:
-            axes.annotate(layer.where, (place, layer.decibels), fontsize=6)
+        for rank, (place, layer) in enumerate(sorted(enumerate(mine), key=lambda item: item[1].decibels)[:3]):
+            axes.annotate(layer.where, (place, layer.decibels), xytext=(4, -8 * rank), textcoords="offset points",
+                          fontsize=6)  # fmt: skip
     axes.set(xlabel="layer, in the order of the graphs (area: share of the multiply-adds)",
              ylabel="signal-to-quantization-noise ratio, dB",
              title=f"{cache.model.export}: what rounding to 8 bits does to each layer")  # fmt: skip

@@ -56,7 +56,7 @@ MOVED = {"pixels", "rows", "q1", "k1", "v1", "q2", "k2", "v2", "turned", "seen",
 
 def convolution(x, kernel):
     """Same padding for an odd kernel, in float64."""
-    out, _, rows, columns = kernel.shape
+    rows, columns = kernel.shape[2:]
     padded = np.pad(x, ((0, 0), (0, 0), (rows // 2,) * 2, (columns // 2,) * 2))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (rows, columns), axis=(2, 3))
     return np.einsum("bchwij,ocij->bohw", windows, kernel)

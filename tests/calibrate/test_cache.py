@@ -1,4 +1,4 @@
-"""A cache reads back as it was written, a tensor a line; one that is damaged, edited or of another version is refused."""
+"""A cache reads back as it was written, a tensor a line; what is damaged, edited or of another schema is refused."""
 
 import json
 
@@ -28,12 +28,13 @@ VALUES = {
     "conv": Statistics((1.5, 0.0), (3.25e7, 0.0), (12, 0), errors={"int8": {-3: 1.0, 2: 1e-9}}, beyond={-1: 4}),
     "line\n end": Statistics((0.1, 1e-30), (1.0, 2.0), (1, 2), channels=(0.5, 1.0)),
 }
+LAYERS = {"l": LayerFacts("m", "conv", 9, ("conv",))}
 CACHE = sealed(
     Cache(
         CACHE_SCHEMA, "", Model("toy", "sd", "c" * 64, {"denoiser": "g" * 64}, {"denoiser": {"w": "f" * 64}}),
         Data("p" * 64, 1, "", 4, 7.5, 64, 64, "s" * 64, ((0, 500), (500, 1000))), "mse",
         (Run(2, (1, 1), (Picture(0, "a “cat”"),), {"range": {"denoiser": 2}}, {"range": {"denoiser": 2}}),),
-        {"denoiser": Component(2, VALUES, {"l": LayerFacts("m", "conv", 9, ("conv",))}, {"int8": {"l": Noise(2.0, 1.0)}})},
+        {"denoiser": Component(2, VALUES, LAYERS, {"int8": {"l": Noise(2.0, 1.0)}})},
         {"trtdiff": "1"},
     )
 )  # fmt: skip

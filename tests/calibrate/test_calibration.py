@@ -80,7 +80,9 @@ def test_the_loop_is_that_of_the_runtime(begin, toy, tmp_path):
     recording, table = calibration._loop._recording, calibration._table
 
     def predict(sample, timestep, call):
-        branches = [toy.network({"sample": sample, "timestep": np.full(1, timestep), **states}) for states in conditions]
+        branches = [
+            toy.network({"sample": sample, "timestep": np.full(1, timestep), **states}) for states in conditions
+        ]
         return -2 * branches[1]["prediction"] + 3 * branches[0]["prediction"]
 
     texts = calibration._loop.texts
@@ -196,7 +198,7 @@ def test_a_cache_of_another_model_names_the_field(whole, toy_maker, tmp_path):
         "kernel": np.zeros((8, 4, 3, 3), np.float32), "last": np.zeros((4, 8, 1, 1), np.float32),
         **{name: np.zeros((8, width), np.float32) for name, width in (("wq", 8), ("wk", 16), ("wv", 16), ("wo", 8))},
     })  # fmt: skip
-    with pytest.raises(ArtefactError, match="of another model: graphs.denoiser is [0-9a-f]{12}") as caught:
+    with pytest.raises(ArtefactError, match=r"of another model: graphs\.denoiser is [0-9a-f]{12}") as caught:
         require_same_model(whole, read_export(other))
     assert caught.value.where == "calibration cache: graphs.denoiser"
     assert caught.value.exit_code == 4
@@ -214,6 +216,7 @@ def test_a_name_alone_makes_no_other_model(whole, toy_export):
 
 def close(one, other):
     """Whether two components hold the same numbers, to the digits that are written."""
+
     def plain(value):
         if isinstance(value, dict):
             return {name: plain(item) for name, item in value.items()}
@@ -251,7 +254,8 @@ def test_two_calibrations_merge_into_what_one_of_both_gives(begin):
     mine, theirs = statistics_of(merged, "denoiser"), statistics_of(both, "denoiser")
     for name, statistics in theirs.items():
         close(
-            type(statistics)(**{**vars(mine[name]), "errors": {}}), type(statistics)(**{**vars(statistics), "errors": {}})
+            type(statistics)(**{**vars(mine[name]), "errors": {}}),
+            type(statistics)(**{**vars(statistics), "errors": {}}),
         )
         for kind, errors in mine[name].errors.items():
             common = errors.keys() & statistics.errors[kind].keys()
@@ -281,7 +285,7 @@ def test_noise_is_merged_where_clips_were_chosen_alike(begin, whole):
 def test_merging_what_does_not_belong_together_is_refused(begin, whole):
     with pytest.raises(ArtefactError, match="both calibrations saw prompt 'bc' with seed 0"):
         merge(whole, whole)
-    with pytest.raises(ArtefactError, match="other data: guidance is 3.0 there, 2.0 here"):
+    with pytest.raises(ArtefactError, match=r"other data: guidance is 3\.0 there, 2\.0 here"):
         merge(whole, begin(guidance=2.0, method="max", sensitivity=0).run())
     with pytest.raises(ArtefactError, match="not finished"):
         merge(whole, begin(seed=7).cache())
@@ -300,17 +304,23 @@ def test_what_is_not_finite_names_module_prompt_seed_and_step(toy_maker, few, to
     settings = calibration_settings(read_export(export), {**few, "seed": 4})
     with pytest.raises(NonFiniteError) as caught:
         Calibration(export, settings, tmp_path / "work").run()
-    assert caught.value.where.startswith("denoiser: first in blocks.done (node blocks.done/Conv), prompt 'bc', seed 4, ")
+    assert caught.value.where.startswith(
+        "denoiser: first in blocks.done (node blocks.done/Conv), prompt 'bc', seed 4, "
+    )
     assert "step 1 of 8, timestep 876, negative branch" in caught.value.where
 
 
 def test_a_step_count_that_misses_a_band_is_refused_with_those_that_do_not(begin):
-    with pytest.raises(UsageError, match="with 2 steps, no step falls into the timesteps 250 to 499, 750 to 999") as caught:
+    with pytest.raises(
+        UsageError, match="with 2 steps, no step falls into the timesteps 250 to 499, 750 to 999"
+    ) as caught:
         begin(steps=2)
     assert "--steps 4 … 100" in caught.value.hint
 
 
-@pytest.mark.parametrize("given", [{"samples": 0}, {"bands": 0}, {"formats": []}, {"method": "best"}, {"sensitivity": -1}])
+@pytest.mark.parametrize(
+    "given", [{"samples": 0}, {"bands": 0}, {"formats": []}, {"method": "best"}, {"sensitivity": -1}]
+)
 def test_settings_that_cannot_be_meant_are_refused(begin, given):
     with pytest.raises(UsageError):
         begin(**given)

@@ -116,7 +116,9 @@ def test_counts_are_of_elements_beyond(counted, values):
     for name in INPUTS:
         beyond = counted.values[name].beyond
         assert tuple(beyond) == counted_edges(counted.values[name])
-        assert beyond == {index: sum(int((np.abs(one[name]) > GRID**index).sum()) for one in values) for index in beyond}
+        assert beyond == {
+            index: sum(int((np.abs(one[name]) > GRID**index).sum()) for one in values) for index in beyond
+        }
 
 
 def rounded_weight(array, kind):
@@ -180,7 +182,7 @@ def test_clips_by_the_largest_and_by_the_least_error():
 @pytest.mark.parametrize("percentile", [99.0, 99.9, 100.0])
 def test_clips_by_a_percentile_are_the_next_edge(percentile):
     seen = normal()
-    beyond = {index: int((NORMAL > GRID**index).sum()) for index in counted_edges(seen)}
+    beyond = {index: int((GRID**index < NORMAL).sum()) for index in counted_edges(seen)}
     exact = np.percentile(NORMAL, percentile)
     clip = clip_of(normal(beyond=beyond), "int8", "percentile", percentile)
     assert exact / GRID < clip <= exact * GRID

@@ -19,7 +19,9 @@ up:blocks.0/conv: 00000000
 def test_a_known_file_is_read(tmp_path):
     (tmp_path / "known").write_text(KNOWN)
     clips = read_scales(tmp_path / "known")
-    assert clips == pytest.approx({"input": 127.0, "(Unnamed Layer* 3) [Convolution]_output": 1.0, "up:blocks.0/conv": 0})
+    assert clips == pytest.approx(
+        {"input": 127.0, "(Unnamed Layer* 3) [Convolution]_output": 1.0, "up:blocks.0/conv": 0}
+    )
 
 
 def test_a_known_file_is_written(tmp_path):

@@ -313,7 +313,7 @@ class Calibration:
         self._progress(int(1000 * self._spent), int(1000 * self._total))
 
     def _opening(self, component: str) -> float:
-        """Estimate the seconds until a component is open: its weights are written in float32, its graph is optimized."""
+        """Estimate the seconds until a component is open: weights are written in float32, the graph is optimized."""
         return 2 + self._weights[component] / _WRITTEN_PER_SECOND
 
     def _cost(self, kind: str, component: str) -> float:

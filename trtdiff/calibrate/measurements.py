@@ -343,4 +343,3 @@ def _layer_inputs(model: "ir.Model") -> "list[ir.Value]":
     for layer in layers(model.graph):
         found |= dict.fromkeys(measured(layer, place) for place in layer.activations)
     return list(found)
-
