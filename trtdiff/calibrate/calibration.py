@@ -4,7 +4,8 @@
     error     for method `mse`: what rounding the inputs of layers loses, at several clips around their largest
               magnitude
     count     for method `percentile`: how many elements lie beyond edges of the grid
-    noise     what rounding its operands does to the result of every layer, on a few samples a band
+    noise     what rounding its operands does to the result of every layer, on a few samples a band, of them on the
+              guidance branch of the prompt
 
 The first pass runs the loop and records what it computed; the others replay it and execute only the samples. Every pass
 sees all components: text encoders, then the denoiser, then the VAE. What was seen is in a cache at any moment, so that
@@ -260,7 +261,8 @@ class Calibration:
         if first.component == "denoiser":
             places = {(one.picture, one.call): number for number, one in enumerate(self._samples[kind])}
             bands = {(one.picture, one.call): one.band for one in self._samples[kind]}
-            self._loop.denoise(first, lambda *at: bands[at] if at in places and left(places[at]) else None)
+            few = kind == NOISE
+            self._loop.denoise(first, lambda *at: bands[at] if at in places and left(places[at]) else None, few=few)
         elif first.component == "vae_decoder":
             self._loop.decode(first, left)
         elif first.component == "vae_encoder":
@@ -314,7 +316,7 @@ class Calibration:
             for name in self._graphs:
                 counts = [done[key].get(name, 0) for key in self._keys(kind)]
                 wanted = self._wanted(kind, name)
-                branches = self._settings.branches if name == "denoiser" else 1
+                branches = self._settings.branches if name == "denoiser" and kind != NOISE else 1
                 for count in set(counts):
                     left = wanted - count
                     if kind == RANGE and name == "denoiser":  # every step is executed, sample or not
@@ -323,7 +325,7 @@ class Calibration:
         return whole
 
 
-_WEIGHT: Mapping[str, float] = {RANGE: 1.15, ERROR: 2.5, COUNT: 3.0, NOISE: 4.0}
+_WEIGHT: Mapping[str, float] = {RANGE: 1.15, ERROR: 2.5, COUNT: 3.0, NOISE: 6.0}
 """What an execution takes, in times of a plain one."""
 _BESIDES = ("method", "formats", "sensitivity")
 """Settings that the loop does not depend on."""

@@ -14,7 +14,7 @@ from trtdiff.recipes.quantization import Method
 
 PERCENTILE = 99.99
 """Of elements, in percent, that lie within the clip, where nobody says otherwise."""
-_BELOW: Mapping[EightBits, int] = {"int8": 5, "float8": 1}
+_BELOW: Mapping[EightBits, int] = {"int8": 4, "float8": 0}
 _ABOVE: Mapping[EightBits, int] = {"int8": 0, "float8": 3}
 """Steps of the grid that are tried below and above the largest magnitude.
 

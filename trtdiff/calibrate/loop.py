@@ -79,8 +79,11 @@ class Loop:
             self._once(name, list(sessions.values()), 0 if wanted(number) else None, context,
                        lambda text=text: kind.encode([text], facts, tokenizers, sessions))  # type: ignore[misc] # fmt: skip
 
-    def denoise(self, denoiser: Opened, wanted: Wanted) -> None:
-        """Run the loop of every picture; keep its last latent, and count the samples that are wanted."""
+    def denoise(self, denoiser: Opened, wanted: Wanted, *, few: bool = False) -> None:
+        """Run the loop of every picture; keep its last latent, and count the samples that are wanted.
+
+        With `few`, a step whose prediction is known is executed for the prompt's guidance branch alone.
+        """
         latent = self._manifest.facts.latent
         size = (self._settings.height, self._settings.width)
         shape = (1, latent.channels, *(side // latent.downscale for side in size))
@@ -94,15 +97,17 @@ class Loop:
             start = Start(stream.randn(shape), None, [stream])
 
             def predict(sample: Array, timestep: float, call: int, picture: int = picture) -> Array:
+                name = f"prediction-{picture}-{call}"
+                last = few and self._recording.get(name) is not None
+
                 def execute() -> dict[str, Array]:
                     made = np.zeros_like(sample)
-                    for label, weight, condition in branches:  # noqa: B023 - called at once
+                    for label, weight, condition in branches[-1:] if last else branches:  # noqa: B023 - called at once
                         denoiser.context = self._words(picture, call, timestep, label)
                         feeds = {"sample": sample, "timestep": np.full(1, timestep, np.float32), **condition}
                         made += weight * denoiser.run(feeds)["prediction"]
                     return {"prediction": made}
 
-                name = f"prediction-{picture}-{call}"
                 return self._once(name, [denoiser], wanted(picture, call), "", execute)["prediction"]
 
             result = run_loop(self._table, predict, start.noise, draw=start.draw)

@@ -43,6 +43,9 @@ class Measurement(ABC):
     banded: ClassVar[frozenset[str]] = frozenset()
     """Totals that have a row a band."""
 
+    lean: ClassVar[bool] = False
+    """Whether weights are read where they lie, and not laid out anew: it reads them once more."""
+
     @abstractmethod
     def prepare(self, model: "ir.Model") -> bool:
         """Add the outputs to an exported graph; false where there is nothing to measure, and nothing was added."""
@@ -187,8 +190,8 @@ class RoundingErrors(Measurement):
 
     def read(self, outputs: dict[str, Array]) -> dict[str, Array]:
         """Give an error a candidate."""
-        errors = outputs.pop(ERRORS).astype(np.float64)
-        return {"errors": np.nan_to_num(errors, posinf=_HUGE)}
+        units = np.array([one.unit for candidates in self._tried.values() for one in candidates])
+        return {"errors": np.nan_to_num(outputs.pop(ERRORS) * units, posinf=_HUGE)}
 
     def totals(self, seen: Component) -> dict[str, Array]:
         """Give what a cache holds, as arrays."""
@@ -249,6 +252,7 @@ class LayerNoise(Measurement):
     """What rounding its operands does to the result of every layer."""
 
     name = NOISE
+    lean = True
 
     def __init__(self, seen: Component, formats: Sequence[EightBits], method: Method) -> None:
         self._seen, self._formats, self._method = seen, formats, method

@@ -9,6 +9,8 @@ far enough to see how large its numbers are.
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+
 from trtdiff.errors import ExportError
 from trtdiff.types import Array
 
@@ -86,3 +88,10 @@ def add_constant(graph: "ir.Graph", array: Array, name: str) -> "ir.Value":
     value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
     return value
+
+
+def shared_number(graph: "ir.Graph", number: float, dtype: "np.typing.DTypeLike" = np.float32) -> "ir.Value":
+    """Give the one constant of a graph, without dimensions, that is this number of this type."""
+    array = np.array(number, dtype)
+    name = f"{array.dtype} {number!r}"
+    return graph.initializers.get(name) or add_constant(graph, array, name)

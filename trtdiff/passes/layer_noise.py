@@ -4,17 +4,23 @@ Each layer stands in the graph a second time, on operands that were rounded; its
 noise of one layer is not that of those before it. Weights are rounded while the graph runs, and only when the layer's
 turn comes: their scale is multiplied by a 1 that is made from the layer's input. Otherwise a runtime would compute them
 all when it opens the graph, and hold every weight twice.
+
+Numbers of weights are divided by their scales and rounded with scale 1: a `QuantizeLinear` with a scale for each of the
+last axis works element by element, and one to float8 has no vectors (see `rounding_errors`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from trtdiff.passes.base import shared_number
 from trtdiff.passes.eight_bits import FORMATS, EightBits
 from trtdiff.passes.layer_inputs import measured, rearranged
 from trtdiff.passes.layers import Layer
 from trtdiff.passes.observe import readable
-from trtdiff.passes.rounding_errors import round_trip
+from trtdiff.passes.rounding_errors import float8_magnitude, read_back
 from trtdiff.passes.tape import Tape
 
 if TYPE_CHECKING:
@@ -48,7 +54,8 @@ def add_layer_noise(graph: "ir.Graph", asked: Sequence[tuple[Layer, Sequence[Rou
         exact = readable(layer.node.outputs[0])
         sums = [tape.op("ReduceSumSquare", exact, keepdims=0)]
         for how in formats:
-            noisy = _attention(tape, layer, how) if layer.operator == "attention" else _product(tape, layer, how)
+            repeat = _attention if layer.operator == "attention" else _product
+            noisy = repeat(tape, graph, layer, how)
             sums.append(tape.op("ReduceSumSquare", tape.op("Sub", noisy, exact), keepdims=0))
         rows.append(tape.stacked(sums, ir.DataType.FLOAT))
         tape.put_at(graph, exact)
@@ -60,29 +67,29 @@ def add_layer_noise(graph: "ir.Graph", asked: Sequence[tuple[Layer, Sequence[Rou
     graph.outputs.append(output)
 
 
-def _product(tape: Tape, layer: Layer, how: Rounded) -> "ir.Value":
+def _product(tape: Tape, graph: "ir.Graph", layer: Layer, how: Rounded) -> "ir.Value":
     """Repeat a convolution or a linear layer on rounded operands."""
     value, weight, *rest = layer.node.inputs
     assert value is not None, "an input of a layer"  # noqa: S101 - `layers` gives no other
     assert weight is not None, "a weight of a layer"  # noqa: S101 - `layers` gives no other
     axis = 1 if layer.node.op_type == "MatMul" else 0
     others = tape.ints(*(place for place in range(len(weight.shape or ())) if place != axis))
-    largest = tape.op("ReduceMax", weight, others, keepdims=0)
-    least = tape.op("ReduceMin", weight, others, keepdims=0)
+    largest = tape.op("ReduceMax", weight, others, keepdims=1)
+    least = tape.op("ReduceMin", weight, others, keepdims=1)
     magnitude = tape.op("Max", largest, tape.op("Neg", least))
-    scale = tape.op("Div", magnitude, tape.number(FORMATS[how.format].largest))
-    scale = tape.op("Mul", tape.op("Max", scale, tape.number(_TINY)), _one(tape, value))
-    kept = round_trip(tape, weight, scale, how.format, axis=axis, size=layer.outer)
-    return tape.like(layer.node, [_rounded(tape, value, how.clips[0], how.format), kept, *rest])
+    scale = tape.op("Div", magnitude, shared_number(graph, FORMATS[how.format].largest))
+    scale = tape.op("Mul", tape.op("Max", scale, shared_number(graph, _TINY)), _one(tape, graph, value))
+    kept = tape.op("Mul", _stored(tape, graph, tape.op("Div", weight, scale), how.format), scale)
+    return tape.like(layer.node, [_rounded(tape, graph, value, how.clips[0], how.format), kept, *rest])
 
 
-def _attention(tape: Tape, layer: Layer, how: Rounded) -> "ir.Value":
+def _attention(tape: Tape, graph: "ir.Graph", layer: Layer, how: Rounded) -> "ir.Value":
     """Repeat an attention on rounded query, key and value, with all that splits heads and turns them."""
     operands: list[ir.Value | None] = list(layer.node.inputs)
     for place, clip in zip(layer.activations, how.clips, strict=True):
         value = operands[place]
         assert value is not None, "an input of a layer"  # noqa: S101 - `layers` gives no other
-        number = _rounded(tape, measured(layer, place), clip, how.format)
+        number = _rounded(tape, graph, measured(layer, place), clip, how.format)
         for node in rearranged(value):
             number = tape.like(node, [number, *node.inputs[1:]])
             number.shape, number.type = node.outputs[0].shape, node.outputs[0].type
@@ -94,11 +101,25 @@ def _attention(tape: Tape, layer: Layer, how: Rounded) -> "ir.Value":
     return result if turned is None or turned is layer.node else tape.like(turned, [result])
 
 
-def _rounded(tape: Tape, value: "ir.Value", clip: float, name: EightBits) -> "ir.Value":
-    return round_trip(tape, value, tape.number((clip or 1.0) / FORMATS[name].largest), name)
+def _rounded(tape: Tape, graph: "ir.Graph", value: "ir.Value", clip: float, name: EightBits) -> "ir.Value":
+    """Round an activation, and read it back."""
+    scale = float(np.float32((clip or 1.0) / FORMATS[name].largest))
+    if name == "int8":
+        return read_back(tape, graph, value, scale)
+    numbers = _stored(tape, graph, tape.op("Div", value, shared_number(graph, scale)), name)
+    return tape.op("Mul", numbers, shared_number(graph, scale))
 
 
-def _one(tape: Tape, value: "ir.Value") -> "ir.Value":
+def _stored(tape: Tape, graph: "ir.Graph", number: "ir.Value", name: EightBits) -> "ir.Value":
+    """Round numbers that were divided by their scale."""
+    if name == "int8":
+        return read_back(tape, graph, number, 1.0)
+    magnitude = tape.op("Abs", number)
+    sign = tape.op("Div", number, tape.op("Clip", magnitude, shared_number(graph, _TINY)))
+    return tape.op("Mul", float8_magnitude(tape, graph, magnitude), sign)  # `Sign` and `Where` have no vectors
+
+
+def _one(tape: Tape, graph: "ir.Graph", value: "ir.Value") -> "ir.Value":
     """Give a 1 that cannot be known before the value is."""
-    one = tape.number(1)
+    one = shared_number(graph, 1.0)
     return tape.op("Clip", tape.in_float32(tape.op("Size", value)), one, one)
