@@ -403,7 +403,26 @@ def read_fitting_cache(path: Path, export: ExportManifest, chosen: PrecisionReci
     if missing := [part.name for part in export.components if not cache.components.get(part.name)]:
         raise ArtefactError(f"the calibration has nothing of {', '.join(missing)}", where=str(path),
                             hint="calibrate the whole export: trtdiff calibrate")  # fmt: skip
+    _check_clips(cache, chosen, str(path))
     return cache
+
+
+def _check_clips(cache: "Cache", chosen: PrecisionRecipe, where: str) -> None:
+    """Refuse a cache that did not measure what the recipe's method needs, before anything is built."""
+    from trtdiff.calibrate.clips import clip_of
+
+    how = chosen.quantization
+    if how is None or how.activations is None:
+        return
+    for name in [name for name in how.components if name in cache.components]:
+        seen = cache.components[name]
+        for layer in [layer for layer in seen.layers.values() if layer.operator in how.operators]:
+            for value in [seen.values[value] for value in layer.inputs if value in seen.values]:
+                try:
+                    clip_of(value, how.activations, how.method, how.percentile)
+                except ArtefactError as error:
+                    raise ArtefactError(f"{error.message} of {layer.module or name}", where=where,
+                                        hint=error.hint) from None  # fmt: skip
 
 
 def _samplers(export: ExportManifest, schedulers: tuple[str, ...] | None) -> PlannedSamplers:

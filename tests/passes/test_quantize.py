@@ -166,8 +166,10 @@ def test_a_layer_that_stays_says_why():
     found = quantize(model, how=how, base="float32", statistics=seen(rows=1.0))
     assert found.layers == {}
     assert found.kept == {
-        "drawn": "it is drawn", "a": "sums of 6 terms, 8 outputs: smaller than 7", "b": "it stays in float32: for a test"
-    }  # fmt: skip
+        "drawn": "it is drawn",
+        "a": "sums of 6 terms, 8 outputs: smaller than 7",
+        "b": "it stays in float32: for a test",
+    }
 
 
 def test_nothing_but_convolutions():

@@ -44,7 +44,6 @@ from trtdiff.passes.eight_bits import FORMATS, Format
 from trtdiff.passes.half_types import KEEP, LIMITS
 from trtdiff.passes.layer_inputs import measured
 from trtdiff.passes.layers import Layer, layers
-from trtdiff.passes.rounding_errors import round_trip
 from trtdiff.passes.tape import Tape
 from trtdiff.passes.weights_in_8_bits import WeightIn8Bits, channel_maxima, scale_of
 from trtdiff.recipes.quantization import Quantization
@@ -278,7 +277,7 @@ class _Work:
         assert query is not None, "required"  # noqa: S101 - the operator's definition
         assert key is not None, "required"  # noqa: S101
         assert value is not None, "required"  # noqa: S101
-        scaled = tape.op("Mul", query, tape.number(scale))
+        scaled = tape.op("Mul", query, tape.constant(np.array(scale, np.float32)))
         turned = tape.op("Transpose", key, perm=[0, 1, 3, 2])
         sides = [
             _pair(tape, side, clip, kind)
@@ -330,5 +329,6 @@ def smoothing_factors(channels: Array, weights: Array, alpha: float) -> Array:  
 
 def _pair(tape: Tape, value: "ir.Value", clip: float, kind: Format) -> "ir.Value":
     """Add Q and DQ of one scale."""
-    scale = tape.number(scale_of(clip, kind))
-    return round_trip(tape, value, scale, kind.name)
+    scale = tape.constant(np.array(scale_of(clip, kind), np.float32))
+    zero = tape.constant(np.zeros((), kind.numpy))
+    return tape.op("DequantizeLinear", tape.op("QuantizeLinear", value, scale, zero), scale, zero)

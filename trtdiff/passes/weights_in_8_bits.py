@@ -11,18 +11,20 @@ import numpy as np
 
 from trtdiff.errors import BuildError
 from trtdiff.passes.derived import derived_weight
-from trtdiff.passes.eight_bits import Format
+from trtdiff.passes.eight_bits import Format, rounded_to_float8
 from trtdiff.types import Array
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-BLOCK = 1 << 21
-"""Elements that are converted at a time."""
+BLOCK = 1 << 17
+"""Elements that are converted at a time: half a megabyte, which stays in a processor's cache."""
+ENOUGH = 1024
+"""Elements of a channel that its clip is chosen by, spread over it."""
 UNSEEN = 1.0
 """Clip of a tensor in which nothing but zeros was seen."""
-ALL_PHASES = tuple(2.0 ** (-step / 8) for step in range(-7, 1))
-"""What divides a channel's largest magnitude to give the clips that are tried in E4M3: phases of one binade.
+PHASES = tuple(2.0 ** (step / 8) for step in range(8))
+"""Clips that are tried in E4M3, for the largest magnitude of a channel: phases of one binade.
 
 Where a number falls in its binade is all that matters to a floating-point type: numbers spread evenly up to 1 lose 8 %
 less when 1 becomes 256 than when it becomes 448. int8 tries none, since clipping a channel gained nothing.
@@ -96,12 +98,15 @@ class WeightIn8Bits:
         return largest if self._kind.name == "int8" else self._best(block, np.where(largest > 0, largest, UNSEEN))
 
     def _best(self, block: Array, largest: Array) -> Array:
-        """Choose among phases of a binade by the squared error."""
+        """Choose among phases of a binade by the squared error, of a part of each channel where it is long."""
+        part = np.abs(block[:, :: -(-block.shape[1] // ENOUGH)])
         clips, least = largest, np.full(len(block), np.inf)
-        for phase in ALL_PHASES:
-            scale = (largest / phase / self._kind.largest)[:, None].astype(np.float32)
-            error = np.square(self._kind.rounded(block / scale) * scale - block).sum(axis=1)
-            clips = np.where(error < least, largest / phase, clips)
+        for phase in PHASES:
+            scale = (largest * phase / self._kind.largest)[:, None].astype(np.float32)
+            units = part / scale
+            units -= rounded_to_float8(units)
+            error = np.einsum("ij,ij->i", units, units) * scale[:, 0] ** 2
+            clips = np.where(error < least, largest * phase, clips)
             least = np.minimum(least, error)
         return clips
 
