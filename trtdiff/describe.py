@@ -1,4 +1,4 @@
-"""What a file or folder is, in words: checkpoints, exports, graphs, bundles, engines, samplers, pictures, receipts.
+"""What a file or folder is, in words: checkpoints, exports, graphs, bundles, engines, pictures, receipts and more.
 
 `KINDS` lists them; each recognises its own path and describes it. Nothing here loads weights.
 """
@@ -45,7 +45,8 @@ def describe(path: Path) -> Description:
             return explain(path)
     raise UsageError(
         f"{path} is nothing that trtdiff knows",
-        hint="it explains checkpoints, exports, .onnx files, bundles, engines, sampler tables, pictures and receipts",
+        hint="it explains checkpoints, exports, .onnx files, bundles, engines, calibrations, sampler tables, "
+        "pictures and receipts",
     )
 
 
@@ -343,6 +344,18 @@ def _is_receipt(path: Path) -> bool:
     return _suffix(".json")(path) and b'"bundle_digest"' in path.read_bytes()[:4096]
 
 
+def _is_cache(path: Path) -> bool:
+    from trtdiff.describe_cache import is_cache
+
+    return is_cache(path)
+
+
+def _cache(path: Path) -> Description:
+    from trtdiff.describe_cache import describe_cache
+
+    return describe_cache(path)
+
+
 KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Description]], ...] = (
     (_has(BUNDLE_FILE), _bundle),
     (_has(EXPORT_FILE), _export),
@@ -352,6 +365,7 @@ KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Description]], ...] 
     (_suffix(".safetensors"), _tensors),
     (_suffix(".png"), _picture),
     (_is_receipt, _receipt),
+    (_is_cache, _cache),
 )
 """Who recognises a path, and who describes it; the first that does."""
 

@@ -51,13 +51,18 @@ def needs_of(planned: Planned, export: Path, manifest: ExportManifest) -> Needs:
         return Needs(_SAMPLERS_MEMORY, 0, _SAMPLERS_SECONDS * count)
     from trtdiff.calibrate.scan import scan_memory, scan_seconds
 
-    weights = {
-        component.name: sum(sum(_tensor_sizes(export / name)) for name in component.weights)
-        for component in manifest.components
-    }
+    weights = float32_weights(export, manifest)
     pixels = manifest.facts.latent.height * manifest.facts.latent.width
     memory, seconds = scan_memory(weights, pixels=pixels), scan_seconds(weights, pixels=pixels)
     return Needs(memory, max(weights.values(), default=0), seconds)
+
+
+def float32_weights(export: Path, manifest: ExportManifest) -> dict[str, int]:
+    """Give the bytes of every component's weights, once they are float32."""
+    return {
+        component.name: sum(sum(_tensor_sizes(export / name)) for name in component.weights)
+        for component in manifest.components
+    }
 
 
 def engine_needs(planned: PlannedEngine, export: Path) -> Needs:

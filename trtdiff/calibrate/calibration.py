@@ -45,9 +45,10 @@ from trtdiff.calibrate.measurements import Counts, LayerNoise, Measurement, Rang
 from trtdiff.calibrate.opened import Opened
 from trtdiff.calibrate.recording import Recording
 from trtdiff.calibrate.samples import Sample, bands_of, check_bands, choose_samples, one_a_band, prompts_of
-from trtdiff.calibrate.settings import CALIBRATION_FILE, CalibrationSettings
+from trtdiff.calibrate.settings import CALIBRATION_FILE, CalibrationSettings, execution_seconds
 from trtdiff.digest import digest
 from trtdiff.errors import ArtefactError
+from trtdiff.estimate import float32_weights
 from trtdiff.export.manifest import EXPORT_FILE, EXPORT_SCHEMA, ExportManifest
 from trtdiff.machine import installed
 from trtdiff.passes.eight_bits import EightBits
@@ -102,7 +103,7 @@ class Calibration:
         progress: Progress = lambda done, total: None,  # noqa: ARG005
         save: Callable[[Cache], None] = lambda cache: None,  # noqa: ARG005
     ) -> None:
-        """`work` is a folder for the recording and scratch files; `start` an unfinished cache to go on from.
+        """`work` is a folder of ours for the recording and scratch files; `start` an unfinished cache to go on from.
 
         `save` is given the cache every few seconds, and when `run` ends or is interrupted. Raises UsageError where a
         band of the schedule would stay empty, ArtefactError where `start` is of something else.
@@ -110,6 +111,8 @@ class Calibration:
         self._export, self._settings, self._work = export, settings, work
         self._manifest = read_record(export / EXPORT_FILE, ExportManifest, schema=EXPORT_SCHEMA)
         self._graphs = {component.name: export / component.graph for component in self._manifest.components}
+        self._weights = float32_weights(export, self._manifest)
+        shutil.rmtree(work / _SCRATCH, ignore_errors=True)  # of one that was killed
         self._table = compile_table(self._manifest, settings.steps, work / "table")
         bands = bands_of(self._manifest.scheduler, settings.bands)
         check_bands(self._table.timesteps.tolist(), bands, settings.steps,
@@ -118,26 +121,36 @@ class Calibration:
         prompts = prompts_of(settings.prompts, 1 + max(sample.picture for sample in samples))
         self._samples: dict[str, Sequence[Sample]] = {RANGE: samples, ERROR: samples, COUNT: samples}
         self._samples[NOISE] = one_a_band(samples, settings.sensitivity)
-        recording = Recording(work / "recording")
+        self._versions = {**installed(_LIBRARIES), OnnxRuntime.name: OnnxRuntime().toolchain().version}
+        recording = Recording(work / self._key()[:16])
         self._loop = Loop(export, self._manifest, settings, self._table, pictures=prompts, recording=recording)
-        self._recording = recording
-        self._cache = self._begin(bands, prompts, start)
+        self._cache = self._begin(bands, start)
         self._sessions: list[tuple[Opened, Sequence[str]]] = []
         self._save, self._saved = save, time.monotonic()
         self._progress, self._spent, self._total = progress, 0.0, self._expected()
 
     @property
-    def key(self) -> str:
+    def complete(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self._cache.complete
+
+    @property
+    def seconds(self) -> float:
+        """About how long what is left takes on two cores."""
+        return self._total
+
+    def _key(self) -> str:
         """Digest of all that determines the loop: what a recording belongs to."""
         settings = {name: value for name, value in asdict(self._settings).items() if name not in _BESIDES}
-        return digest([asdict(self._cache.model), msgspec.to_builtins(settings), dict(self._cache.versions)])
+        return digest([asdict(model_of(self._manifest)), msgspec.to_builtins(settings), self._versions])
 
     def run(self) -> Cache:
         """Carry out what is left, and give the finished cache, not yet sealed to a file."""
         try:
-            for kind in self._kinds():
+            for kind in () if self.complete else self._kinds():
                 for names in self._stages():
                     self._stage(kind, names)
+            self._spend(self._total)
         finally:
             self._cache = self.cache()
             self._sessions = []
@@ -182,7 +195,7 @@ class Calibration:
         whole = len(self._loop.pictures) if component in VAE else len(self._loop.texts)
         return min(1, whole) if kind == NOISE else whole
 
-    def _begin(self, bands: tuple[tuple[int, int], ...], prompts: Sequence[str], start: Cache | None) -> Cache:
+    def _begin(self, bands: tuple[tuple[int, int], ...], start: Cache | None) -> Cache:
         """Give an empty cache, or the one to go on from with what is asked for now added to what it wants."""
         settings, manifest = self._settings, self._manifest
         wanted = {
@@ -196,12 +209,11 @@ class Calibration:
             scheduler=digest(manifest.scheduler), bands=bands,
         )  # fmt: skip
         counts = [sum(sample.band == band for sample in self._samples[RANGE]) for band in range(len(bands))]
-        pictures = tuple(Picture(settings.seed + number, prompt) for number, prompt in enumerate(prompts))
+        pictures = tuple(Picture(settings.seed + number, prompt) for number, prompt in enumerate(self._loop.pictures))
         run = Run(settings.samples, tuple(counts), pictures, {}, wanted)
         method = settings.method if settings.sensitivity else ""
-        versions = {**installed(_LIBRARIES), OnnxRuntime.name: OnnxRuntime().toolchain().version}
         fresh = Cache(CACHE_SCHEMA, "", model_of(manifest), data, method, (run,),
-                      dict.fromkeys(self._graphs, Component()), versions)  # fmt: skip
+                      dict.fromkeys(self._graphs, Component()), self._versions)  # fmt: skip
         if start is not None:
             fresh = _going_on(start, fresh, manifest)
         first = fresh.runs[0]
@@ -236,20 +248,15 @@ class Calibration:
         for key in self._keys(kind):
             groups.setdefault(self._cache.runs[0].done[key].get(names[0], 0), []).append(key)
         for done, keys in groups.items():
-            if done >= self._wanted(kind, names[0]):
+            missing = kind == RANGE and not self._loop.recorded(names[0])
+            if done >= self._wanted(kind, names[0]) and not missing:
                 continue
             with self._opened(kind, names, keys, done) as sessions:
-                if not all(session.measures for session in sessions.values()):
-                    self._nothing(sessions, self._wanted(kind, names[0]))
-                    if kind != RANGE:
-                        continue
-                self._execute(kind, sessions)
-
-    def _nothing(self, sessions: Mapping[str, Opened], wanted: int) -> None:
-        """Note that there is nothing to see in components without such values."""
-        for session in sessions.values():
-            while not session.measures and session.done < wanted:
-                session.count()
+                if missing or any(session.measures for session in sessions.values()):
+                    self._execute(kind, sessions)
+                for session in sessions.values():  # where there is nothing to see, that was seen
+                    while session.done < self._wanted(kind, session.component):
+                        session.count()
 
     def _execute(self, kind: str, sessions: Mapping[str, Opened]) -> None:
         first = next(iter(sessions.values()))
@@ -274,7 +281,7 @@ class Calibration:
     def _opened(self, kind: str, names: Sequence[str], keys: Sequence[str], done: int) -> Iterator[dict[str, Opened]]:
         """Open components; on the way out, keep what they saw and let go of their memory and files."""
         sessions: dict[str, Opened] = {}
-        scratch = self._work / "scratch"
+        scratch = self._work / _SCRATCH
         formats = [name for name in self._settings.formats if f"{kind} {name}" in keys]
         try:
             for name in names:
@@ -286,6 +293,7 @@ class Calibration:
                     after=lambda component: self._executed(kind, component),
                 )  # fmt: skip
                 self._sessions.append((sessions[name], keys))
+                self._spend(self._opening(name))
             yield sessions
         finally:
             self._cache = self.cache()
@@ -295,30 +303,35 @@ class Calibration:
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _executed(self, kind: str, component: str) -> None:
-        self._spent = min(self._spent + self._cost(kind, component), self._total)
-        self._progress(int(self._spent), int(self._total))
+        self._spend(self._cost(kind, component))
         if time.monotonic() - self._saved > SAVE_EVERY:
             self._save(self.cache())
             self._saved = time.monotonic()
 
+    def _spend(self, seconds: float) -> None:
+        self._spent = min(self._spent + seconds, self._total)
+        self._progress(int(1000 * self._spent), int(1000 * self._total))
+
+    def _opening(self, component: str) -> float:
+        """Estimate the seconds until a component is open: weights are written in float32, the graph is optimized."""
+        return 2 + self._weights[component] / _WRITTEN_PER_SECOND
+
     def _cost(self, kind: str, component: str) -> float:
-        """Weigh one execution: by how long it takes, roughly, in units that only compare."""
-        pixels = self._settings.height * self._settings.width
-        positions = {"denoiser": pixels / 64, **dict.fromkeys(VAE, pixels)}.get(component, 77)
-        files = next(one.weights for one in self._manifest.components if one.name == component)
-        weights = sum((self._export / name).stat().st_size for name in files)
-        return _WEIGHT[kind] * (1 + weights * positions / 1e9)
+        """Estimate the seconds of one execution."""
+        seconds = execution_seconds(component, self._weights[component], self._settings.height * self._settings.width)
+        return _WEIGHT[kind] * (0.002 + seconds)
 
     def _expected(self) -> float:
-        """Weigh all that is left to do."""
+        """Estimate the seconds of all that is left to do."""
         whole, done = 0.0, self._cache.runs[0].done
         for kind in self._kinds():
             for name in self._graphs:
                 counts = [done[key].get(name, 0) for key in self._keys(kind)]
                 wanted = self._wanted(kind, name)
                 branches = self._settings.branches if name == "denoiser" and kind != NOISE else 1
-                for count in set(counts):
+                for count in set(counts) - {wanted}:
                     left = wanted - count
+                    whole += self._opening(name)
                     if kind == RANGE and name == "denoiser":  # every step is executed, sample or not
                         left = round(left / wanted * len(self._loop.pictures) * self._table.calls)
                     whole += left * branches * self._cost(kind, name)
@@ -327,6 +340,8 @@ class Calibration:
 
 _WEIGHT: Mapping[str, float] = {RANGE: 1.15, ERROR: 2.5, COUNT: 3.0, NOISE: 6.0}
 """What an execution takes, in times of a plain one."""
+_SCRATCH = "scratch"
+_WRITTEN_PER_SECOND = 2e8
 _BESIDES = ("method", "formats", "sensitivity")
 """Settings that the loop does not depend on."""
 

@@ -88,7 +88,7 @@ class Loop:
         size = (self._settings.height, self._settings.width)
         shape = (1, latent.channels, *(side // latent.downscale for side in size))
         for picture in range(len(self.pictures)):
-            if self._recording.get(f"latent-{picture}") is not None and not any(
+            if self._recording.has(f"latent-{picture}") and not any(
                 wanted(picture, call) is not None for call in range(self._table.calls)
             ):
                 continue
@@ -98,7 +98,7 @@ class Loop:
 
             def predict(sample: Array, timestep: float, call: int, picture: int = picture) -> Array:
                 name = f"prediction-{picture}-{call}"
-                last = few and self._recording.get(name) is not None
+                last = few and self._recording.has(name)
 
                 def execute() -> dict[str, Array]:
                     made = np.zeros_like(sample)
@@ -134,7 +134,17 @@ class Loop:
                 encoder.run({"image": to_array(image, image.height, image.width)[None]})
                 encoder.count()
 
+    def recorded(self, component: str) -> bool:
+        """Whether all is on record that later stages need of a component."""
+        if component == "vae_encoder":
+            return True
+        kind = {"denoiser": "latent", "vae_decoder": "image"}.get(component, "text")
+        return all(self._recording.has(f"{kind}-{number}") for number in range(len(self._of(component))))
+
     # --- helpers
+
+    def _of(self, component: str) -> tuple[str, ...]:
+        return self.pictures if component in LATE else self.texts
 
     def _once(
         self,

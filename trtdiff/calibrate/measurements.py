@@ -6,7 +6,7 @@ arrays and changes none, so that an interruption finds either the old or the new
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -88,22 +88,21 @@ class Ranges(Measurement):
         self._bands, self._layers_too = bands, layers_too
         self.places: tuple[Place, ...] = ()
         self._channels: dict[str, int] = {}
-        self._layers: dict[str, Layer] = {}
+        self._layers: dict[str, _Counted] = {}
 
     def prepare(self, model: "ir.Model") -> bool:
         """Observe every value, and the channels of what goes into linear layers."""
         if not self._layers_too:
             self.places = observe(model)
-            return True
+            return bool(self.places)
         found = list(layers(model.graph))
-        self._layers = {layer.name: layer for layer in found}
-        self._facts = {layer.name: _facts(layer) for layer in found}
+        self._layers = {layer.name: _Counted.of(layer) for layer in found}
         linear = {measured(layer, 0): layer.inner for layer in found if layer.operator == "linear"}
         self._channels = {str(value.name): size for value, size in linear.items()}
         self.places = observe(model, [measured(layer, place) for layer in found for place in layer.activations])
         if linear:
             add_channel_maxima(model.graph, list(linear))
-        return True
+        return bool(self.places)
 
     def read(self, outputs: dict[str, Array]) -> dict[str, Array]:
         """Give amax, squares and elements of every value, and channels."""
@@ -147,19 +146,37 @@ class Ranges(Measurement):
 
     def facts(self, values: Mapping[str, Statistics], rows: int) -> dict[str, LayerFacts]:
         """Say what the layers are, and how many multiply-adds a row of theirs takes."""
-        return {name: replace(self._facts[name], macs=self._macs(name, values, rows)) for name in self._layers}
+        return {
+            name: replace(layer.facts, macs=layer.macs(values, rows) if rows else 0)
+            for name, layer in self._layers.items()
+        }
 
-    def _macs(self, name: str, values: Mapping[str, Statistics], rows: int) -> int:
-        layer, facts = self._layers[name], self._facts[name]
-        if not rows:
-            return 0
-        if layer.operator == "attention":
-            query, key, value = (sum(values[given].elements) / rows for given in facts.inputs)
-            heads = _heads(layer)
+
+@dataclass(frozen=True)
+class _Counted:
+    """What is to be known of a layer for its multiply-adds, before its node is lowered."""
+
+    facts: LayerFacts
+    output: str
+    inner: int
+    heads: int
+
+    @classmethod
+    def of(cls, layer: Layer) -> "_Counted":
+        inputs = tuple(str(measured(layer, place).name) for place in layer.activations)
+        shape = layer.node.inputs[0].shape if layer.node.inputs[0] is not None else None
+        heads = shape[1] if shape is not None and len(shape) == 4 and isinstance(shape[1], int) else 0
+        facts = LayerFacts(layer.module, layer.operator, 0, inputs)
+        return cls(facts, str(layer.node.outputs[0].name), layer.inner, heads)
+
+    def macs(self, values: Mapping[str, Statistics], rows: int) -> int:
+        """Count the multiply-adds of a row; 0 where the graph does not say how large an attention's heads are."""
+        if self.facts.operator == "attention":
+            query, key, value = (sum(values[given].elements) / rows for given in self.facts.inputs)
             # H·Tq·d, H·Tk·d and H·Tk·e elements: Tq·Tk·d multiply-adds a head for the scores, Tq·Tk·e for the result
-            return round(query * (key + value) / (heads * layer.inner)) if heads and layer.inner else 0
-        output = values.get(str(layer.node.outputs[0].name))
-        return round(sum(output.elements) / rows) * layer.inner if output else 0
+            return round(query * (key + value) / (self.heads * self.inner)) if self.heads and self.inner else 0
+        output = values.get(self.output)
+        return round(sum(output.elements) / rows) * self.inner if output else 0
 
 
 class RoundingErrors(Measurement):
@@ -326,14 +343,3 @@ def _layer_inputs(model: "ir.Model") -> "list[ir.Value]":
     for layer in layers(model.graph):
         found |= dict.fromkeys(measured(layer, place) for place in layer.activations)
     return list(found)
-
-
-def _facts(layer: Layer) -> LayerFacts:
-    inputs = tuple(str(measured(layer, place).name) for place in layer.activations)
-    return LayerFacts(layer.module, layer.operator, 0, inputs)
-
-
-def _heads(layer: Layer) -> int:
-    shape = layer.node.inputs[0].shape if layer.node.inputs[0] is not None else None
-    heads = None if shape is None or len(shape) != 4 else shape[1]
-    return heads if isinstance(heads, int) else 0

@@ -32,6 +32,10 @@ class Recording:
         except (OSError, ValueError, EOFError, KeyError, BadZipFile):
             return None
 
+    def has(self, name: str) -> bool:
+        """Whether something is kept under a name."""
+        return (self._folder / f"{name}.npz").is_file()
+
     def put(self, name: str, arrays: Arrays) -> None:
         """Keep arrays under a name. Raises StorageError."""
         with whole_file(self._folder / f"{name}.npz") as temporary, temporary.open("wb") as file:

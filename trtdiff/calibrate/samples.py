@@ -81,7 +81,7 @@ def choose_samples(timesteps: Sequence[float], bands: Sequence[tuple[int, int]],
     chosen = []
     for band, (quota, of) in enumerate(zip(quotas, calls, strict=True)):
         # on a diagonal, so that an even choice meets every picture
-        pairs = [Sample((number + place) % pictures, call, band) for place, call in enumerate(of)
+        pairs = [Sample((number + place + band) % pictures, call, band) for place, call in enumerate(of)
                  for number in range(pictures)]  # fmt: skip
         chosen += [pairs[(2 * number + 1) * len(pairs) // (2 * quota)] for number in range(quota)]
     return tuple(sorted(chosen, key=lambda sample: (sample.picture, sample.call)))

@@ -15,6 +15,7 @@ from trtdiff.errors import TrtdiffError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("trtdiff.cli.export:export", "Trace a checkpoint into ONNX graphs, without loading its weights."),
+    "calibrate": ("trtdiff.cli.calibrate:calibrate", "Measure how large values get, for precisions of 8 bits."),
     "build": ("trtdiff.cli.build:build", "Compile an export into a bundle of engines."),
     "run": ("trtdiff.cli.run:run", "Make pictures with a bundle."),
     "check": ("trtdiff.cli.check:check", "Prove that a bundle computes what PyTorch computes."),

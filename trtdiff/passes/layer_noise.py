@@ -73,7 +73,9 @@ def _product(tape: Tape, graph: "ir.Graph", layer: Layer, how: Rounded) -> "ir.V
     assert value is not None, "an input of a layer"  # noqa: S101 - `layers` gives no other
     assert weight is not None, "a weight of a layer"  # noqa: S101 - `layers` gives no other
     axis = 1 if layer.node.op_type == "MatMul" else 0
-    others = tape.ints(*(place for place in range(len(weight.shape or ())) if place != axis))
+    stored = layer.weight.const_value if layer.weight is not None else None
+    assert stored is not None, "a weight of a layer"  # noqa: S101 - as above
+    others = tape.ints(*(place for place in range(len(stored.shape)) if place != axis))
     largest = tape.op("ReduceMax", weight, others, keepdims=1)
     least = tape.op("ReduceMin", weight, others, keepdims=1)
     magnitude = tape.op("Max", largest, tape.op("Neg", least))

@@ -21,7 +21,7 @@ _MASK = 3
 
 
 def observe(model: "ir.Model", more: "Sequence[ir.Value]" = ()) -> tuple[Place, ...]:
-    """Add the output `statistics`, one column a place that is returned, in the order of the nodes.
+    """Add the output `statistics`, one column a place that is returned, in the order of the nodes; none for none.
 
     Values of `more` that only move numbers are observed besides, in the last columns.
 
@@ -40,7 +40,8 @@ def observe(model: "ir.Model", more: "Sequence[ir.Value]" = ()) -> tuple[Place, 
             observed += [value for value in node.outputs if _is_float(value) and value not in masks and _is_used(value)]
     seen = set(observed)
     observed += [value for value in dict.fromkeys(more) if value not in seen]
-    add_statistics(graph, [readable(value) for value in observed])
+    if observed:
+        add_statistics(graph, [readable(value) for value in observed])
     return tuple(map(place_of, observed))
 
 

@@ -9,6 +9,9 @@ squared scale. Forms, for 1.3 million elements on one core of an AMD EPYC with O
 float8 as arithmetic: with t = |x| / scale, a number A that is t · 2^20, and no less than 2^14, has a last place worth
 just what the last of the three bits of t's mantissa is worth, or the least step of float8, 2^-9, below 2^-6. So
 (t + A) - A is t rounded to float8, ties to even, as `EightBits` says it.
+
+A number beyond the clip becomes -128 at the lower end of int8, as `QuantizeLinear` gives it wherever a quantized graph
+is run, though no scale is chosen for it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -74,14 +77,22 @@ def add_rounding_errors(graph: "ir.Graph", tried: "Iterable[tuple[ir.Value, Sequ
     graph.outputs.append(output)
 
 
+def round_trip(
+    tape: Tape, value: "ir.Value", scale: "ir.Value", name: EightBits, zero: "ir.Value | None" = None
+) -> "ir.Value":
+    """Quantize a value and read it back; `zero` is the zero point where there is one to share."""
+    if zero is None:
+        zero = tape.constant(np.zeros((), FORMATS[name].numpy))
+    return tape.op("DequantizeLinear", tape.op("QuantizeLinear", value, scale, zero), scale, zero)
+
+
 def read_back(tape: Tape, graph: "ir.Graph", value: "ir.Value", scale: float) -> "ir.Value":
-    """Round a value to int8 with this scale, and read it back."""
-    given = (shared_number(graph, scale), shared_number(graph, 0, np.int8))
-    return tape.op("DequantizeLinear", tape.op("QuantizeLinear", value, *given), *given)
+    """Round a value to int8 with this scale, and read it back; constants are shared within the graph."""
+    return round_trip(tape, value, shared_number(graph, scale), "int8", shared_number(graph, 0, np.int8))
 
 
 def float8_magnitude(tape: Tape, graph: "ir.Graph", number: "ir.Value", *, clips: bool = True) -> "ir.Value":
-    """Round numbers that were divided by their scale, none negative, to float8; with `clips`, to its largest at most."""
+    """Round magnitudes that were divided by their scale to float8; with `clips`, to its largest at most."""
     large = tape.op("Clip", tape.op("Mul", number, shared_number(graph, 2.0**20)), shared_number(graph, 2.0**14))
     rounded = tape.op("Sub", tape.op("Add", large, number), large)
     if not clips:

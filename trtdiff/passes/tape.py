@@ -44,6 +44,10 @@ class Tape:
 
         return self.op("Constant", value=ir.tensor(array))
 
+    def number(self, number: float) -> "ir.Value":
+        """Add a float32 constant without dimensions."""
+        return self.constant(np.array(number, np.float32))
+
     def ints(self, *numbers: int) -> "ir.Value":
         """Add a constant vector of int64: a shape, axes."""
         return self.constant(np.array(numbers, np.int64))

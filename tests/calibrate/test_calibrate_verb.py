@@ -1,0 +1,166 @@
+"""`trtdiff calibrate` on a toy: what it says, what it keeps, what it refuses."""
+
+import json
+import shutil
+
+import pytest
+
+from trtdiff.calibrate.cache import read_cache
+from trtdiff.calibrate.opened import Opened
+from trtdiff.cli import exit_code as run
+
+pytest.importorskip("torch")
+FEW = ["--samples", "4", "--steps", "4", "--bands", "4"]
+
+
+@pytest.fixture(scope="module")
+def toy_folder(tmp_path_factory, toy_maker):
+    return toy_maker(tmp_path_factory.mktemp("made") / "toy")
+
+
+@pytest.fixture(scope="module")
+def made(toy_folder, tmp_path_factory):
+    """A finished cache, by default settings but for their number."""
+    out = tmp_path_factory.mktemp("calibration") / "toy.json"
+    assert run(["calibrate", str(toy_folder), "-o", str(out), *FEW]) == 0
+    return out
+
+
+@pytest.fixture
+def cache(made, tmp_path):
+    return shutil.copy(made, tmp_path / "toy.json")
+
+
+@pytest.fixture
+def here(toy_folder, tmp_path, monkeypatch):
+    """A working folder with one export."""
+    shutil.copytree(toy_folder, tmp_path / "exports/toy")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_without_arguments_every_default_is_said(here, capsys):
+    assert run(["calibrate", *FEW, "--method", "max", "--no-sensitivity", "--json"]) == 0
+    said = capsys.readouterr()
+    assert "export exports/toy (the only one there is)" in said.err
+    assert "cache calibration/toy.json (default)" in said.err
+    assert "prompts 2 of the family stable-diffusion (default" in said.err
+    assert "4 samples in 4 bands, 2 prompts, 4 steps, guidance 7.5, seed 0, 64x64, method max; about" in said.err
+    about = json.loads(said.out)
+    assert about["complete"]
+    assert about["digest"] == read_cache(here / "calibration/toy.json").digest
+    assert about["components"]["denoiser"] == {"rows": 8, "values": 16, "layers": 7}
+    assert sorted(file.name for file in (here / "calibration").iterdir()) == [".locks", "toy.json"]
+
+
+def test_what_is_there_already_is_left_alone(cache, toy_folder, capsys):
+    before = cache.read_bytes()
+    assert run(["calibrate", str(toy_folder), "-o", str(cache), *FEW]) == 0
+    assert "is up to date" in capsys.readouterr().err
+    assert run(["calibrate", str(toy_folder), "-o", str(cache), *FEW, "--seed", "1"]) == 4
+    assert "pictures[0].seed is 0 there, 1 here" in capsys.readouterr().err
+    assert run(["calibrate", str(toy_folder), "-o", str(cache), *FEW, "--method", "percentile"]) == 2
+    said = capsys.readouterr().err
+    assert "lacks what is asked for now" in said
+    assert "--resume goes on, --force begins anew" in said
+    assert cache.read_bytes() == before
+
+
+def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(toy_folder, made, tmp_path, monkeypatch, capsys):
+    out, execute, executions = tmp_path / "toy.json", Opened.run, iter(range(100))
+
+    def interrupted(self, feeds):
+        if next(executions) == 9:
+            raise KeyboardInterrupt
+        return execute(self, feeds)
+
+    command = ["calibrate", str(toy_folder), "-o", str(out), *FEW]
+    with monkeypatch.context() as patch:
+        patch.setattr(Opened, "run", interrupted)
+        assert run(command) == 130
+    said = capsys.readouterr().err
+    assert "interrupted" in said
+    assert "(samples by pass: range 3 of 4); add --resume to the same command to go on" in said
+    assert not read_cache(out).complete
+    assert run(command) == 2
+    assert "is not finished" in capsys.readouterr().err
+    assert run([*command, "--resume"]) == 0
+    assert out.read_bytes() == made.read_bytes()
+    assert [file.name for file in tmp_path.iterdir() if "calibrating" in file.name] == []
+
+
+def test_prompts_come_from_a_file(toy_folder, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_bytes(b"\xef\xbb\xbfabc\r\n\r\nx y\r\n")
+    out = tmp_path / "toy.json"
+    command = ["calibrate", str(toy_folder), "-o", str(out), *FEW, "--method", "max", "--no-sensitivity"]
+    assert run([*command, "--prompts", str(tmp_path / "prompts.txt"), "--samples", "8"]) == 0
+    assert "1 blank lines were left out (line 2)" in capsys.readouterr().err
+    assert [picture.prompt for picture in read_cache(out).runs[0].pictures] == ["abc", "x y"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--samples", "0"], "0 samples"),
+        (["--samples", "3"], "3 samples for 8 timestep bands"),
+        (["--steps", "5"], "with 5 steps, no step falls into the timesteps 250 to 374, 625 to 749, 875 to 999"),
+        (["--steps", "0"], "a prompt and a step"),
+        (["--bands", "0"], "0 bands"),
+        (["--prompts", "none.txt"], "cannot read the prompts"),
+        (["--merge", "a.json", "--export-tensorrt", "b"], "one thing at a time"),
+    ],
+)
+def test_what_cannot_be_meant_is_said(toy_folder, tmp_path, options, words, capsys):
+    assert run(["calibrate", str(toy_folder), "-o", str(tmp_path / "toy.json"), *options]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "to do:" in said or "where:" in said
+    assert not (tmp_path / "toy.json").exists()
+
+
+def test_two_caches_merge(cache, toy_folder, tmp_path, capsys):
+    other = tmp_path / "other.json"
+    assert run(["calibrate", str(toy_folder), "-o", str(other), *FEW, "--seed", "9"]) == 0
+    assert run(["calibrate", str(toy_folder), "-o", str(cache), "--merge", str(other)]) == 0
+    assert "8 samples of 2 calibrations" in capsys.readouterr().err
+    assert len(read_cache(cache).runs) == 2
+    assert run(["calibrate", str(toy_folder), "-o", str(cache), "--merge", str(other)]) == 4
+    assert "it would count twice" in capsys.readouterr().err
+
+
+def test_tensorrts_own_format_goes_out_and_in(cache, toy_folder, tmp_path, capsys):
+    text, again = tmp_path / "calib.cache", tmp_path / "again.json"
+    assert run(["calibrate", str(toy_folder), "-o", str(cache), "--export-tensorrt", str(text)]) == 0
+    assert "those of inputs of layers by mse" in capsys.readouterr().err
+    assert text.read_text().startswith("TRT-")
+    assert run(["calibrate", str(toy_folder), "-o", str(again), "--import-tensorrt", str(text)]) == 0
+    values, back = (read_cache(path).components["denoiser"].values for path in (cache, again))
+    assert back.keys() == values.keys()
+    assert back["prediction"].largest == pytest.approx(values["prediction"].largest, rel=1e-6)
+    assert run(["calibrate", str(toy_folder), "-o", str(again), "--import-tensorrt", str(text)]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_inspect_shows_a_cache_and_its_sensitivity(cache, tmp_path, capsys):
+    assert run(["inspect", str(cache)]) == 0
+    said = capsys.readouterr().out
+    for words in ("calibration cache", "coverage", "999 … 750", "denoiser: largest tensors", "schedule",
+                  "riskiest inputs of layers", "amax / rms"):  # fmt: skip
+        assert words in said
+    plot = tmp_path / "plot.svg"
+    pytest.importorskip("matplotlib")
+    assert run(["inspect", str(cache), "--sensitivity", "--plot", str(plot)]) == 0
+    said = capsys.readouterr().out
+    assert "worst in float8" in said
+    assert "denoiser: blocks.drawn (conv)" in said
+    assert plot.read_text().lstrip().startswith("<?xml")
+    assert run(["inspect", str(cache), "--plot", str(tmp_path / "plot.doc")]) == 2
+    assert run(["inspect", str(plot), "--sensitivity"]) == 2
+    assert "is no calibration cache" in capsys.readouterr().err
+
+
+def test_sensitivity_that_was_not_measured_says_how_to(toy_folder, tmp_path, capsys):
+    out = tmp_path / "toy.json"
+    assert run(["calibrate", str(toy_folder), "-o", str(out), *FEW, "--method", "max", "--no-sensitivity"]) == 0
+    assert run(["inspect", str(out), "--sensitivity"]) == 4
+    assert "--resume --sensitivity" in capsys.readouterr().err
