@@ -149,3 +149,18 @@ def _print_report(report: "Report") -> None:
             table.add_row("", result.problem)
     out.print(table)
     out.print(("[green]" if report.passed else "[red]") + report.verdict)
+    if not report.passed:
+        _print_noisiest(report)
+
+
+def _print_noisiest(report: "Report") -> None:
+    """Name the layers to take out of 8 bits first, and how."""
+    from rich.table import Table
+
+    for component, rows in report.noisiest.items():
+        table = Table("module", "signal to noise", "multiply-adds", title=f"{component}: layers that 8 bits cost most")
+        for module, decibels, share in rows:
+            table.add_row(module, f"{decibels:.1f} dB", f"{share:.2%}")
+        console().print(table)
+        modules = ", ".join(f'"{module}"' for module, _, _ in rows[:3])
+        note(f"to keep some of them in the base type, name them in a recipe (build --recipe): keep = [{modules}]")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -80,6 +80,8 @@ class Report:
     results: tuple[ParityResult, ...]
     dtype: str = "stored"
     """Type that the reference's weights were rounded to, as the export was asked to; `stored`: none."""
+    noisiest: Mapping[str, tuple[tuple[str, float, float], ...]] = field(default_factory=dict)
+    """Component → layers in 8 bits that lose most, worst first: module, decibels, share of the multiply-adds."""
 
     @property
     def passed(self) -> bool:
@@ -105,6 +107,7 @@ class Report:
             "pictures": self.request,
             "passed": self.passed,
             "verdict": self.verdict,
+            "noisiest": {name: [list(row) for row in rows] for name, rows in self.noisiest.items()},
             "results": rows,
         }
 
@@ -241,8 +244,19 @@ class Check:
         points = tuple(point for point in POINTS if any(item.point == point for item in planned))
         backend = self.engines.toolchain.backend
         return Report(
-            self.manifest.name, self.checkpoint.name, backend, points, str(request), tuple(results), self.manifest.dtype
-        )
+            self.manifest.name, self.checkpoint.name, backend, points, str(request), tuple(results),
+            self.manifest.dtype, self._noisiest(backend)
+        )  # fmt: skip
+
+    def _noisiest(self, backend: str) -> dict[str, tuple[tuple[str, float, float], ...]]:
+        """Give what the engines' manifests say of their layers in 8 bits."""
+        found = {}
+        for spec in self.specs():
+            realised = self.engines.bundle.engine_manifest(backend, spec.name).realised
+            rows = dict(realised.get("quantization", {})).get("noisiest", ())
+            if rows:
+                found[spec.name] = tuple((row["module"], row["decibels"], row["share"]) for row in rows)
+        return found
 
     def _results(
         self, reference: Reference, planned: Sequence[Planned], request: PictureRequest, tolerance: Tolerance
