@@ -204,10 +204,7 @@ def test_a_tensor_that_is_always_zero_has_no_clip():
 def test_the_clips_that_are_tried_hold_the_best_for_normal_numbers(kind):
     """As good as any clip of the whole grid, for numbers whose largest is 4.4 of their deviation."""
     clips = {index: GRID**index for index in range(-20, 30)}
-    error = {
-        index: float(np.sum((NORMAL - rounded(NORMAL, clip, kind)) ** 2))
-        for index, clip in clips.items()
-    }
+    error = {index: float(np.sum((NORMAL - rounded(NORMAL, clip, kind)) ** 2)) for index, clip in clips.items()}
     tried = tried_clips(normal(), kind)
     assert grid_index(NORMAL.max()) in tried
     assert min(error[index] for index in tried) <= 1.02 * min(error.values())
