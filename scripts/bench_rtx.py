@@ -1,6 +1,6 @@
 """Time and memory of compiling full-size components for RTX GPUs, on random weights; no GPU takes part.
 
-    python scripts/bench_rtx.py [--only sd15-denoiser --only …] [--precision fp16] [--folder FOLDER] [--json]
+    python scripts/bench_rtx.py [--only sd15-denoiser --only …] [--precision fp8] [--folder FOLDER] [--json]
 
 Exports are made with `bench_export.py` and kept in FOLDER (14 GB) for the next time; engines are removed. Each build
 is the task that `trtdiff build` runs, in a process of its own: passes, weights converted, TensorRT. Wall and processor
@@ -41,6 +41,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 from bench_export import TEXT, make_checkpoint
 
@@ -49,6 +50,7 @@ TEXT_2 = TEXT | {
     "num_hidden_layers": 32, "projection_dim": 1280,
 }  # fmt: skip
 TARGET = "rtx:sm89"
+PRECISIONS = ("fp16", "bf16", "int8", "fp8", "fp8-mixed", "int8-weights")
 TOKENS = {"batch": "1:1:4", "tokens": "77"}
 PIXELS = {
     "sd15": {"batch": "1:1:4", "height": "256:512:768", "width": "256:512:768"},
@@ -83,6 +85,8 @@ class Measured:
     own: int
     mapped: int
     arithmetic: dict[str, int]
+    quantized: float
+    """Share of the multiply-adds that read 8 bits."""
 
     @property
     def ratio(self) -> float:
@@ -117,11 +121,15 @@ def measure(case: str, precision: str, folder: Path) -> Measured:
     from trtdiff import worker
     from trtdiff.backends import target_backend
     from trtdiff.lowering import PROLOGUES
+    from trtdiff.manifest import as_json
     from trtdiff.recipes import recipe
 
     export, component = CASES[case]
     graph = folder / "exports" / export / f"{component}.onnx"
     chosen, compiler = recipe(precision), target_backend(TARGET)
+    content = as_json(chosen.content(component))
+    quantized = "quantization" in content and chosen.calibrated
+    calibration = str(calibrated(graph, component, folder).absolute()) if quantized else ""
     prologue = PROLOGUES.get(component)
     passes = [*chosen.passes, *compiler.passes, *([f"{prologue} form={compiler.sums}"] if prologue else [])]
     out = folder / "out"
@@ -138,6 +146,8 @@ def measure(case: str, precision: str, folder: Path) -> Measured:
                 "backend": compiler.name,
                 "device": compiler.device,
                 "computes_in": chosen.computes_in,
+                "quantization": content.get("quantization"),
+                "calibration": calibration,
                 "profile": TOKENS | PIXELS[case.partition("-")[0]] | STEP,
                 "options": {},
                 "out": str(out.absolute()),
@@ -160,7 +170,34 @@ def measure(case: str, precision: str, folder: Path) -> Measured:
         own=watch.own,
         mapped=watch.mapped,
         arithmetic=realised["arithmetic"],
+        quantized=realised.get("quantized", {}).get("share", 0.0),
     )
+
+
+def calibrated(graph: Path, component: str, folder: Path) -> Path:
+    """Calibrate a component on noise at a small size, once: builds do not depend on how good scales are."""
+    from trtdiff.calibrate.cache import CACHE_SCHEMA, Cache, Data, Model, write_cache
+    from trtdiff.calibrate.feeds import calibrate_feeds
+    from trtdiff.lowered import read_graph
+
+    path = folder / "calibrations" / f"{graph.parent.name}-{component}.json"
+    if path.exists():
+        return path
+    print(f"calibrating {graph} on noise …", file=sys.stderr)
+    random = np.random.default_rng(0)
+    dims = {"batch": 1, "tokens": 77, "height": 128, "width": 128, "height/8": 16, "width/8": 16}
+    feeds = {
+        str(value.name): random.normal(size=[
+            dim if isinstance(dim, int) else dims[str(dim.value)] for dim in value.shape
+        ]).astype(np.float32)
+        for value in read_graph(graph).graph.inputs
+    }  # fmt: skip
+    feeds["timestep"] = np.full(1, 500, np.float32)
+    seen = calibrate_feeds(graph, [(0, feeds)], folder / "calibrating", component=component)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = Data("", 0, "", 1, 1.0, 128, 128, "", ((0, 1000),))
+    write_cache(path, Cache(CACHE_SCHEMA, "", Model("", "", "", {}, {}), data, "mse", (), {component: seen}, {}))
+    return path
 
 
 def weight_bytes(graph: Path) -> int:
@@ -230,7 +267,7 @@ def export_text_encoder(checkpoint: Path, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=CASES, action="append")
-    parser.add_argument("--precision", choices=("fp16", "bf16"), action="append")
+    parser.add_argument("--precision", choices=PRECISIONS, action="append")
     parser.add_argument("--folder", type=Path, default=Path("build/bench_export"))
     parser.add_argument("--json", action="store_true", help="print one object a line")
     parser.add_argument("--child", type=Path, nargs=2, help=argparse.SUPPRESS)
@@ -239,7 +276,10 @@ def main() -> None:
         export_text_encoder(*arguments.child)
         return
     if not arguments.json:
-        print(f"{'':26} {'wall s':>7} {'cpu s':>7} {'weights':>8} {'peak GB':>8} {'own':>6} {'mapped':>6} {'ratio':>6}")
+        print(
+            f"{'':33} {'wall s':>7} {'cpu s':>7} {'weights':>8} {'peak GB':>8} {'own':>6} {'mapped':>6} {'ratio':>6} "
+            f"{'plan GB':>8} {'8 bits':>7}"
+        )
     for case in arguments.only or CASES:
         make_export(CASES[case][0], arguments.folder)
         for precision in arguments.precision or ("fp16", "bf16"):
@@ -250,8 +290,8 @@ def main() -> None:
             sizes = (found.weights, found.peak, found.own, found.mapped)
             weights, peak, own, mapped = (count / 1e9 for count in sizes)
             print(
-                f"{case:20} {precision:5} {found.wall:7.1f} {found.cpu:7.1f} {weights:8.2f} {peak:8.2f} {own:6.2f} "
-                f"{mapped:6.2f} {found.ratio:6.2f}",
+                f"{case:20} {precision:12} {found.wall:7.1f} {found.cpu:7.1f} {weights:8.2f} {peak:8.2f} {own:6.2f} "
+                f"{mapped:6.2f} {found.ratio:6.2f} {found.plan / 1e9:8.2f} {found.quantized:7.1%}",
                 flush=True,
             )
 

@@ -6,7 +6,20 @@ fp8-mixed      fp8, but for what people keep in float16 when they ship it
 int8-weights   weights alone: half the size, float16's arithmetic
 
 In all of them the layers that touch the latent itself and the timestep's embedding stay in float16: they are below 1 %
-of the multiply-adds and make much of the error. Text encoders and VAEs stay in float16 too, but for `int8-weights`.
+of the multiply-adds and make much of the error (a random UNet of 220 M parameters: 0.044 instead of 0.051 in int8,
+0.116 instead of 0.131 in E4M3, relative L2). Text encoders and VAEs stay in float16 too, but for `int8-weights`.
+
+Smoothing costs such a network nothing (0.0444 instead of 0.0441), and is what saves one with outlier channels.
+
+Tolerances are one and a half to two times what was measured on the backend `rounded` with the demo checkpoint, which
+was calibrated on its own prompts: one execution on random inputs, whose conditions are larger than any prompt's, and
+pictures of 20 steps at guidance 7.5 (relative L2; levels of 255). A picture in 8 bits is another picture that is as
+good, more than the same one: what it is worth is seen by comparing many.
+
+                     int8     fp8      fp8-mixed  int8-weights
+    denoiser         0.21     0.21     0.17       0.022
+    latents          0.10     0.26     0.14       0.017
+    levels           61       92       98         10
 """
 
 from dataclasses import replace
@@ -26,6 +39,7 @@ _MIXED = {
     "norm_out.*": "modulation by the timestep: next to no work",
     "time_text_embed.*": _TIME,
 }
+_VAE = {name: bound for name, bound in FP16.tolerance.components.items() if name.startswith("vae")}
 TENSOR_CORE = 16
 """Tensor cores multiply 8 bits in blocks of 16: smaller sums gain nothing."""
 
@@ -35,7 +49,7 @@ INT8 = PrecisionRecipe(
     computes_in=FP16.computes_in,
     passes=FP16.passes,
     quantization=Quantization("int8", "int8", keep=ENDS, method="mse", smooth=0.5),
-    tolerance=Tolerance(components={**FP16.tolerance.components, "denoiser": 0.5}, latents=0.5, levels=255),
+    tolerance=Tolerance(components={**FP16.tolerance.components, "denoiser": 0.4}, latents=0.2, levels=120),
 )
 FP8 = PrecisionRecipe(
     name="fp8",
@@ -43,7 +57,7 @@ FP8 = PrecisionRecipe(
     computes_in=FP16.computes_in,
     passes=FP16.passes,
     quantization=Quantization("float8", "float8", ("conv", "linear", "attention"), keep=ENDS, method="mse"),
-    tolerance=Tolerance(components={**FP16.tolerance.components, "denoiser": 0.5}, latents=0.5, levels=255),
+    tolerance=Tolerance(components={**FP16.tolerance.components, "denoiser": 0.4}, latents=0.45, levels=180),
 )
 FP8_MIXED = replace(
     FP8,
@@ -59,5 +73,5 @@ INT8_WEIGHTS = PrecisionRecipe(
     computes_in=FP16.computes_in,
     passes=FP16.passes,
     quantization=Quantization("int8", None, components=("denoiser", "text_encoder", "text_encoder_2"), keep=ENDS),
-    tolerance=Tolerance(components={**FP16.tolerance.components, "denoiser": 0.5}, latents=0.5, levels=255),
+    tolerance=Tolerance(components={**_VAE, "text_encoder*": 1.2e-2, "denoiser": 4e-2}, latents=3e-2, levels=18),
 )
