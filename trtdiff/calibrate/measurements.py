@@ -3,10 +3,10 @@
 A measurement's *totals* are arrays by name, each a maximum or a sum, some with a row a timestep band. `fold` gives new
 arrays and changes none, so that an interruption finds either the old or the new.
 
-Cost of one execution, in times of a plain one (processor time of two cores; a UNet of 220 M weights at 32 by 32
-latents, 2 rows, method `mse` with both types): ranges 1.1, errors 1.7, counts 1.5; noise 4.5, on one row of one sample
-a band. Of 64 samples in 8 bands that makes 1.5 times plain inference for `max`, 1.1 without the noise, and 3.3 for
-`mse`. Memory: 1.05, 1.13, 1.06 and 1.3 times.
+Cost of one execution of one row, in times of a plain one (processor time; a UNet of 220 M weights at 32 by 32 latents,
+both types): ranges 1.07, errors 1.43, counts 1.6, and noise 6, which is measured on one row of one sample a band. Of 64
+samples in 8 bands that makes 1.44 times plain inference for `max` (1.07 without the noise), 2.9 for `mse` and 3.0 for
+`percentile`. Memory: 1.01, 1.08, 1.03 and 1.3 times, the last mostly weights that are mapped and read.
 """
 
 from abc import ABC, abstractmethod
