@@ -49,12 +49,19 @@ def needs_of(planned: Planned, export: Path, manifest: ExportManifest) -> Needs:
     if isinstance(planned, PlannedSamplers):
         count = len(planned.names) + len(planned.optional)
         return Needs(_SAMPLERS_MEMORY, 0, _SAMPLERS_SECONDS * count)
+    import msgspec
+
     from trtdiff.calibrate.scan import scan_memory, scan_seconds
+    from trtdiff.calibrate.settings import CalibrationSettings, calibration_memory, calibration_seconds
 
     weights = float32_weights(export, manifest)
     pixels = manifest.facts.latent.height * manifest.facts.latent.width
-    memory, seconds = scan_memory(weights, pixels=pixels), scan_seconds(weights, pixels=pixels)
-    return Needs(memory, max(weights.values(), default=0), seconds)
+    disk = max(weights.values(), default=0)
+    if planned.calibrates:
+        settings = msgspec.convert(planned.spec.settings, CalibrationSettings)
+        seconds = calibration_seconds(weights, settings)
+        return Needs(calibration_memory(weights, pixels=pixels), disk, seconds)
+    return Needs(scan_memory(weights, pixels=pixels), disk, scan_seconds(weights, pixels=pixels))
 
 
 def float32_weights(export: Path, manifest: ExportManifest) -> dict[str, int]:

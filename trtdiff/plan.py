@@ -473,8 +473,17 @@ def described(plan: BuildPlan) -> Iterator[str]:
         yield f"target    {target.target}: {words}"
         yield f"precision {target.precision}: {target.summary}"
     if plan.ranges is not None and plan.ranges.calibrates:
-        yield f"calibrated on {plan.ranges.spec.settings}"
+        yield f"calibrated on {calibrated_on(plan.ranges.spec)}"
     elif plan.cache is not None:
         yield f"calibration {plan.cache}"
     yield f"profile   {plan.profile}"
     yield f"samplers  {', '.join((*plan.samplers.names, *plan.samplers.optional))}"
+
+
+def calibrated_on(spec: RangesSpec) -> str:
+    """Say in words what a calibration runs."""
+    import msgspec
+
+    from trtdiff.calibrate.settings import CalibrationSettings
+
+    return str(msgspec.convert(dict(spec.settings), CalibrationSettings))

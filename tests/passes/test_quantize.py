@@ -313,3 +313,20 @@ def test_the_other_operand_of_a_sum_is_rounded_where_only_layers_read_the_sum(mo
     check_graph(model)
     add = next(node for node in model.graph if node.op_type == "Add")
     assert [value.producer().op_type for value in add.inputs] == ["Conv", "DequantizeLinear" if rounded else "Sigmoid"]
+
+
+def test_a_weight_of_two_layers_is_stored_once(tmp_path):
+    text = """<ir_version: 11, opset_import: ["": 23]>
+    net (float[n, t, 6] x) => (float[n, t, 8] y, float[n, t, 8] z)
+    { wide = Cast <to = 1> (w_a)
+      turned = Transpose <perm = [1, 0]> (wide)
+      y = MatMul (x, turned)
+      half = Tanh (x)
+      z = MatMul (half, turned) }"""
+    model = make(text)
+    quantize(model, how=BOTH, base="float32", statistics=seen(x=3.0, half=1.0))
+    check_graph(model)
+    assert sorted(model.graph.initializers) == ["w_a.int8", "w_a.int8.scale"]
+    x = RANDOM.normal(size=(1, 3, 6)).astype(np.float32)
+    got = run(model, {"x": x}, tmp_path / "net")
+    np.testing.assert_allclose(got["z"], int8(np.tanh(x), 1.0) @ by_channel(WEIGHTS["w_a"]).T, atol=1e-5)

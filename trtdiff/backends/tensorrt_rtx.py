@@ -142,7 +142,9 @@ class TensorRtRtx:
             return ""  # `runnable` says so
         if spec["device"] == PORTABLE:
             turing = here.number < PORTABLE_FROM
-            return f"portable engines need sm{PORTABLE_FROM} or later, {here.words} is here" if turing else ""
+            if turing:
+                return f"portable engines need sm{PORTABLE_FROM} or later, {here.words} is here"
+            return without_float8([here.capability]) if _has_float8(spec) else ""
         fits = here.capability in spec["device"].split(",")
         return "" if fits else f"it was built for {spec['device']}, {here.words} is here"
 
@@ -151,6 +153,11 @@ class TensorRtRtx:
         raise MissingDependency(
             self.runnable(), where=str(engine), hint="run a bundle that was built with --target cpu"
         )
+
+
+def _has_float8(spec: Mapping[str, Any]) -> bool:
+    how = spec["recipe"].get("quantization") or {}
+    return "float8" in {how.get("weights"), how.get("activations")}
 
 
 def _known(trt: Any) -> list[str]:

@@ -45,7 +45,13 @@ from trtdiff.calibrate.measurements import Counts, LayerNoise, Measurement, Rang
 from trtdiff.calibrate.opened import Opened
 from trtdiff.calibrate.recording import Recording
 from trtdiff.calibrate.samples import Sample, bands_of, check_bands, choose_samples, one_a_band, prompts_of
-from trtdiff.calibrate.settings import CALIBRATION_FILE, CalibrationSettings, execution_seconds
+from trtdiff.calibrate.settings import (
+    CALIBRATION_FILE,
+    PASS_COST,
+    WRITTEN_PER_SECOND,
+    CalibrationSettings,
+    execution_seconds,
+)
 from trtdiff.digest import digest
 from trtdiff.errors import ArtefactError
 from trtdiff.estimate import float32_weights
@@ -314,12 +320,12 @@ class Calibration:
 
     def _opening(self, component: str) -> float:
         """Estimate the seconds until a component is open: weights are written in float32, the graph is optimized."""
-        return 2 + self._weights[component] / _WRITTEN_PER_SECOND
+        return 2 + self._weights[component] / WRITTEN_PER_SECOND
 
     def _cost(self, kind: str, component: str) -> float:
         """Estimate the seconds of one execution."""
         seconds = execution_seconds(component, self._weights[component], self._settings.height * self._settings.width)
-        return _WEIGHT[kind] * (0.002 + seconds)
+        return PASS_COST[kind] * (0.002 + seconds)
 
     def _expected(self) -> float:
         """Estimate the seconds of all that is left to do."""
@@ -338,10 +344,7 @@ class Calibration:
         return whole
 
 
-_WEIGHT: Mapping[str, float] = {RANGE: 1.15, ERROR: 2.5, COUNT: 3.0, NOISE: 6.0}
-"""What an execution takes, in times of a plain one."""
 _SCRATCH = "scratch"
-_WRITTEN_PER_SECOND = 2e8
 _BESIDES = ("method", "formats", "sensitivity")
 """Settings that the loop does not depend on."""
 

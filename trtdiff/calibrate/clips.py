@@ -55,7 +55,8 @@ def clip_of(statistics: Statistics, name: EightBits, method: Method, percentile:
         errors = statistics.errors.get(name)
         if not errors:
             raise _lacks(f"the error of rounding to {name}", f"--method mse --precision {_FLAGS[name]}")
-        return float(GRID ** min(errors, key=lambda index: (errors[index], index)))
+        clip = float(GRID ** min(errors, key=lambda index: (errors[index], index)))
+        return min(clip, largest) if name == "int8" else clip  # the grid's clip above what was seen only widens steps
     if not statistics.beyond:
         raise _lacks("counts of elements by magnitude", "--method percentile")
     allowed = (1 - percentile / 100) * sum(statistics.elements)

@@ -222,3 +222,31 @@ def execution_seconds(component: str, weights: int, pixels: int = PIXELS) -> flo
 def calibration_memory(weights: Mapping[str, int], *, pixels: int = PIXELS) -> int:
     """Estimate the peak bytes of a calibration from the bytes of every component's weights in float32."""
     return int(_MORE * scan_memory(weights, pixels=pixels))
+
+
+PASS_COST: Mapping[str, float] = MappingProxyType({"range": 1.15, "error": 2.5, "count": 3.0, "noise": 6.0})
+"""What an execution takes in a pass, in times of a plain one."""
+_SECOND: Mapping[str, str] = MappingProxyType({"max": "", "mse": "error", "percentile": "count"})
+_OPENING = 2.0
+"""Seconds until a component is open, for each pass, besides the writing of its weights."""
+WRITTEN_PER_SECOND = 2e8
+"""Bytes of weights that are written in float32, and laid out by the runtime."""
+
+
+def calibration_seconds(weights: Mapping[str, int], settings: CalibrationSettings) -> float:
+    """Estimate how long a calibration takes on two cores, from the bytes of every component's weights in float32."""
+    pixels, pictures = settings.height * settings.width, -(-settings.samples // settings.steps)
+    second = PASS_COST.get(_SECOND[settings.method], 0.0)
+    noise = PASS_COST["noise"] if settings.sensitivity else 0.0
+    whole = 0.0
+    for name, count in weights.items():
+        passes = 1 + bool(second) + bool(noise)
+        executions = pictures * (PASS_COST["range"] + second) + noise
+        if name == "denoiser":
+            executions = settings.branches * (
+                pictures * settings.steps * PASS_COST["range"] + settings.samples * second
+            )
+            executions += noise * settings.bands * settings.sensitivity
+        whole += passes * (_OPENING + count / WRITTEN_PER_SECOND)
+        whole += executions * execution_seconds(name, count, pixels)
+    return whole

@@ -107,6 +107,8 @@ class _Work:
         self._factors: dict[ir.Value, Array] = {}
         """What goes into linear layers → what its channels are divided by."""
         self._divided: dict[str, ir.Value] = {}
+        self._read: dict[tuple[ir.Value, int], ir.Value] = {}
+        """Weight and what smooths it → the same, read back from 8 bits."""
         self._whys: dict[ir.Node, str] = {}
 
     # --- which layers
@@ -157,32 +159,38 @@ class _Work:
         value = node.inputs[0]
         assert value is not None, "required"  # noqa: S101 - the operators' definition
         factors = self._factors.get(value) if layer.operator == "linear" else None
-        wide = WeightIn8Bits(weight, self._weights, factors).dequantized()
-        made = wide.producer()
-        assert made is not None, "made by a node"  # noqa: S101 - just written
-        made.metadata_props.update(node.metadata_props)
-        self._put_weight(node, wide)
+        self._put_weight(node, self._stored(weight, factors, node))
         if self._activations is not None:
             node.replace_input_with(0, self._pair(value, smoothed=layer.operator == "linear"))
+
+    def _stored(self, weight: "ir.Value", factors: Array | None, node: "ir.Node") -> "ir.Value":
+        """Give a weight as its 8 bits are read back; once, where several layers have it."""
+        key = (weight, id(factors) if factors is not None else 0)
+        if key not in self._read:
+            name = f"{weight.name}.{self._weights.name}"
+            again = sum(1 for other, _ in self._read if other is weight)
+            wide = WeightIn8Bits(weight, self._weights, factors).dequantized(f"{name}_{again}" if again else name)
+            made = wide.producer()
+            assert made is not None, "made by a node"  # noqa: S101 - just written
+            made.metadata_props.update(node.metadata_props)
+            made.name = wide.name = f"{node.name}/weight/DequantizeLinear"
+            self._graph.insert_before(node, made)
+            self._read[key] = wide
+        return self._read[key]
 
     def _put_weight(self, node: "ir.Node", wide: "ir.Value") -> None:
         """Let a layer read another weight, through a `Transpose` of its own where it had one."""
         import onnx_ir as ir
 
-        before, made = node.inputs[1], wide.producer()
+        before = node.inputs[1]
         turn = None if before is None else before.producer()
-        made.name = f"{node.name}/weight/DequantizeLinear"  # type: ignore[union-attr]  # just written
-        wide.name = str(made.name)  # type: ignore[union-attr]
-        new = [made]
-        if turn is not None and turn.op_type == "Transpose":
+        if before is not None and turn is not None and turn.op_type == "Transpose":
             turned = ir.node("Transpose", [wide], dict(turn.attributes), name=f"{node.name}/weight/Transpose")
             turned.metadata_props.update(node.metadata_props)
-            out = turned.outputs[0]
-            assert before is not None, "it has a producer"  # noqa: S101 - looked at above
-            out.name, out.shape, out.type = str(turned.name), before.shape, before.type
-            new.append(turned)
-        self._graph.insert_before(node, new)  # type: ignore[arg-type]  # nodes
-        node.replace_input_with(1, new[-1].outputs[0])  # type: ignore[union-attr]
+            wide = turned.outputs[0]
+            wide.name, wide.shape, wide.type = str(turned.name), before.shape, before.type
+            self._graph.insert_before(node, turned)
+        node.replace_input_with(1, wide)
         self._forget(before)
 
     def _forget(self, value: "ir.Value | None") -> None:

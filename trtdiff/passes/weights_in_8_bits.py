@@ -48,8 +48,8 @@ class WeightIn8Bits:
         self._weight, self._kind, self._smooth = weight, kind, smooth
         self._scales: Array | None = None
 
-    def dequantized(self) -> "ir.Value":
-        """Register bytes and scales beside the weight, and give the output of a node that dequantizes them.
+    def dequantized(self, stem: str) -> "ir.Value":
+        """Register bytes and scales, as `stem`, beside the weight, and give the output of a node that dequantizes them.
 
         The node is in no graph yet; it is `value.producer()`.
         """
@@ -58,7 +58,6 @@ class WeightIn8Bits:
         stored = self._weight.const_value
         assert stored is not None, "an initializer"  # noqa: S101 - `layers` looked at it
         shape = stored.shape.numpy()
-        stem = f"{self._weight.name}.{self._kind.name}"
         bytes_ = derived_weight(self._weight, stem, self._bytes, dtype=self._kind.dtype, shape=shape)
         scales = derived_weight(self._weight, f"{stem}.scale", self._scale, dtype=ir.DataType.FLOAT, shape=shape[:1])
         node = ir.node("DequantizeLinear", [bytes_, scales], {"axis": 0}, name=f"{stem}/DequantizeLinear")
