@@ -76,5 +76,5 @@ def test_what_cannot_be_meant(recipe, text, says, hint):
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(UsageError, match="cannot read gone.toml"):
+    with pytest.raises(UsageError, match=r"cannot read gone\.toml"):
         own_recipe(tmp_path / "gone.toml")

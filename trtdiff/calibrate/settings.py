@@ -108,10 +108,8 @@ CALIBRATION: Mapping[str, Any] = MappingProxyType({
     "formats": ("int8", "float8"), "sensitivity": 1,
 })  # fmt: skip
 """Settings of a calibration where nobody asks for others."""
-IN_A_BUILD: Mapping[str, Any] = MappingProxyType({**CALIBRATION, "samples": 16, "steps": 8, "sensitivity": 0})
-"""Settings of one that a build makes by itself: two pictures, one of each of the family's prompts.
-
-Without the noise of layers, which a build does not read."""
+IN_A_BUILD: Mapping[str, Any] = MappingProxyType({**CALIBRATION, "samples": 16, "steps": 8})
+"""Settings of one that a build makes by itself: two pictures, one of each of the family's prompts."""
 CALIBRATION_FILE = "calibration.json"
 """Name of a cache in a store entry."""
 

@@ -11,13 +11,15 @@ of the multiply-adds and make much of the error (a random UNet of 220 M paramete
 
 Smoothing costs such a network nothing (0.0444 instead of 0.0441), and is what saves one with outlier channels.
 
-Tolerances are one and a half to two times what was measured on the backend `rounded` with the demo checkpoint, which
-was calibrated on its own prompts: one execution on random inputs, whose conditions are larger than any prompt's, and
-pictures of 20 steps at guidance 7.5 (relative L2; levels of 255). A picture in 8 bits is another picture that is as
-good, more than the same one: what it is worth is seen by comparing many.
+Tolerances are one and a half to two times what was measured on the backend `rounded`, the larger figure of the demo
+checkpoint, calibrated on its own prompts, and a tiny one of random weights: executions on random inputs, whose
+conditions are no prompt's and go beyond what was calibrated, and pictures of 20 steps at guidance 7.5 (relative L2;
+levels of 255). A picture in 8 bits is another picture that is as good, more than the same one: what it is worth is seen
+by comparing many.
 
                      int8     fp8      fp8-mixed  int8-weights
-    denoiser         0.21     0.21     0.17       0.022
+    text encoder     -        -        -          0.017
+    denoiser         0.21     0.44     0.47       0.022
     latents          0.10     0.26     0.14       0.017
     levels           61       92       98         10
 """
@@ -57,7 +59,7 @@ FP8 = PrecisionRecipe(
     computes_in=FP16.computes_in,
     passes=FP16.passes,
     quantization=Quantization("float8", "float8", ("conv", "linear", "attention"), keep=ENDS, method="mse"),
-    tolerance=Tolerance(components={**FP16.tolerance.components, "denoiser": 0.4}, latents=0.45, levels=180),
+    tolerance=Tolerance(components={**FP16.tolerance.components, "denoiser": 0.7}, latents=0.45, levels=180),
 )
 FP8_MIXED = replace(
     FP8,
@@ -73,5 +75,5 @@ INT8_WEIGHTS = PrecisionRecipe(
     computes_in=FP16.computes_in,
     passes=FP16.passes,
     quantization=Quantization("int8", None, components=("denoiser", "text_encoder", "text_encoder_2"), keep=ENDS),
-    tolerance=Tolerance(components={**_VAE, "text_encoder*": 1.2e-2, "denoiser": 4e-2}, latents=3e-2, levels=18),
+    tolerance=Tolerance(components={**_VAE, "text_encoder*": 2.6e-2, "denoiser": 4e-2}, latents=3e-2, levels=18),
 )
