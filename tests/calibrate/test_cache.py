@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtdiff.calibrate.cache import (
@@ -63,6 +63,7 @@ def test_equal_caches_give_equal_bytes(path, tmp_path):
     assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
 
 
+@settings(deadline=None)  # it writes files
 @given(
     amax=st.lists(st.floats(0, 2.0**127, width=32), min_size=1, max_size=4),
     error=st.floats(0, 1e300), index=st.integers(-600, 600), elements=st.integers(0, 2**60), prompt=st.text(),
