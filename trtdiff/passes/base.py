@@ -3,7 +3,7 @@
 A pass is a function from a graph to the number of changes that it made to it. One pass a file; its docstring numbers
 the rules, each with what it requires and ensures. No pass reads a weight: weights have no value while passes run, or
 one that lies in a file (`small` says which values may be looked at). `mark_islands` alone reads the beginning of each,
-far enough to see how large its numbers are.
+far enough to see how large its numbers are, and `quantize` those of linear layers that it smooths.
 """
 
 from collections.abc import Callable, Sequence
