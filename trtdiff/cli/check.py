@@ -154,13 +154,10 @@ def _print_report(report: "Report") -> None:
 
 
 def _print_noisiest(report: "Report") -> None:
-    """Name the layers to take out of 8 bits first, and how."""
-    from rich.table import Table
-
+    """Name the layers to take out of 8 bits first, and how; a line each, so that no name is cut."""
     for component, rows in report.noisiest.items():
-        table = Table("module", "signal to noise", "multiply-adds", title=f"{component}: layers that 8 bits cost most")
+        click.echo(f"{component}: layers that 8 bits cost most (signal to noise, share of the multiply-adds)")
         for module, decibels, share in rows:
-            table.add_row(module, f"{decibels:.1f} dB", f"{share:.2%}")
-        console().print(table)
+            click.echo(f"  {decibels:5.1f} dB  {share:7.2%}  {module}")
         modules = ", ".join(f'"{module}"' for module, _, _ in rows[:3])
         note(f"to keep some of them in the base type, name them in a recipe (build --recipe): keep = [{modules}]")
