@@ -58,6 +58,14 @@ def test_whatever_the_library_tells_the_fraction_stays_within_bounds_and_never_f
         last = phases.fraction
 
 
+def test_a_phase_that_names_one_inside_of_it_as_its_parent_stands_alone():
+    phases = Phases()
+    for name, parent in [("b", None), ("a", "b"), ("a", "a"), ("b", "a")]:
+        phases.start(name, parent, 2)
+    phases.step("a", 0)
+    assert phases.fraction == pytest.approx(0.5)
+
+
 def test_measures_count_by_their_shares_and_only_ever_more():
     heard = []
     told = Told(lambda done, total: heard.append((done, total)), {"read": 0.25, "written": 0.75})

@@ -266,6 +266,15 @@ def test_engines_for_other_gpus_are_refused(monkeypatch, built_for, number, reas
     assert "built with TensorRT for RTX 1.0" in rtx.mismatch({**spec, "backend_version": "1.0"})
 
 
+@pytest.mark.parametrize(("number", "reason"), [(86, "sm86 has no float8"), (89, "")])
+def test_a_portable_engine_of_float8_is_refused_by_a_gpu_without_it(monkeypatch, number, reason):
+    rtx = backend("tensorrt-rtx")
+    monkeypatch.setattr("trtdiff.backends.tensorrt_rtx.this_gpu", lambda: gpu.Gpu("A GPU", number))
+    recipe = {"quantization": {"weights": "float8", "activations": None}}
+    spec = {"backend_version": rtx.toolchain().version, "device": "portable", "recipe": recipe}
+    assert rtx.mismatch(spec) == reason
+
+
 @pytest.mark.parametrize(("precision", "target"), [("fp16", "rtx:sm89"), ("bf16", "rtx")])
 def test_the_whole_tiny_pipeline_is_compiled_and_says_that_it_needs_a_gpu(
     tiny_bundle, tmp_path, precision, target, capsys

@@ -67,7 +67,14 @@ class Phases:
         self._reached = 0.0
 
     def start(self, name: str, parent: str | None, steps: int) -> None:
-        """Begin a phase."""
+        """Begin a phase, or one of that name anew; inside of itself none can be."""
+        above = parent
+        while above is not None and above != name:
+            above = self._phases[above].parent if above in self._phases else None
+        parent = None if above == name else parent
+        for phase in self._phases.values():
+            if name in phase.inner:
+                phase.inner.remove(name)
         self._phases[name] = _Phase(max(steps, 1), parent)
         if parent in self._phases:
             self._phases[parent].inner.append(name)

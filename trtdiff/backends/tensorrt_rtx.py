@@ -156,7 +156,7 @@ class TensorRtRtx:
 
 
 def _has_float8(spec: Mapping[str, Any]) -> bool:
-    how = spec["recipe"].get("quantization") or {}
+    how = spec.get("recipe", {}).get("quantization") or {}
     return "float8" in {how.get("weights"), how.get("activations")}
 
 
