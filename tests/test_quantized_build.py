@@ -109,6 +109,13 @@ def test_a_cache_of_another_model_names_the_field(export, cache):
     assert caught.value.exit_code == 4
 
 
+def test_a_recipe_that_quantizes_nothing_of_the_checkpoint(export, tmp_path):
+    (tmp_path / "own.toml").write_text('based_on = "fp8"\n[quantization]\ncomponents = ["unet"]')
+    with pytest.raises(UsageError, match="quantizes none of this checkpoint's components") as caught:
+        planned(export, own_recipe(tmp_path / "own.toml"))
+    assert "denoiser" in caught.value.hint
+
+
 def test_a_cache_that_lacks_what_the_method_needs(export, cache, tmp_path):
     (tmp_path / "own.toml").write_text('based_on = "fp8"\n[quantization]\nmethod = "percentile"')
     with pytest.raises(ArtefactError, match="did not measure counts") as caught:
@@ -180,7 +187,8 @@ def test_the_compiler_realises_8_bits(precision, export, cache, tmp_path):
     assert build(export, tmp_path / "q", "--precision", precision, *given, target="rtx:sm89") == 0
     realised = Bundle.open(tmp_path / "q").engine_manifest("tensorrt-rtx", "denoiser").realised
     if precision == "int8-weights":
-        assert "not_quantized" not in realised
+        assert set(realised["quantization"]["layers"]) == {"int8 weights"}
+        assert realised["quantized"]["share"] == 0  # it multiplies in half precision
         return
     counted = realised["quantized"]
     assert counted[{"int8": "int8", "fp8": "float8"}[precision]] > 0.5 * counted["total"]

@@ -131,7 +131,10 @@ def _calibrated_ranges(cache: "Cache", component: str) -> "Mapping[str, ValueRan
     from trtdiff.calibrate.cache import statistics_of
     from trtdiff.calibrate.ranges import ValueRange
 
-    return {name: ValueRange(seen.largest, seen.rms) for name, seen in statistics_of(cache, component).items()}
+    if component not in cache.components:
+        return {}  # TensorRT's own caches are of one network
+    found = statistics_of(cache, component).items()
+    return {name: ValueRange(seen.largest, seen.rms) for name, seen in found if sum(seen.elements)}
 
 
 def _ranges(path: str, component: str) -> "Mapping[str, ValueRange]":

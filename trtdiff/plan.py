@@ -6,6 +6,7 @@ made from, and a build carries it out.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -183,6 +184,8 @@ def make_plan(
     recipes, remarks = _precisions(precision, targets)
     taken, more = _options(options, recipes)
     islands = _islands(export, keep)
+    for chosen in recipes.values():
+        _check_components(chosen, [part.name for part in export.components])
     calibrated = next((chosen for chosen in recipes.values() if chosen.calibrated), None)
     digest, scan = "", None
     if calibrated is not None:
@@ -251,7 +254,8 @@ def _check_possible(recipes: Mapping[str, PrecisionRecipe], backends: Mapping[st
     """Refuse what no engine of a target can be."""
     for target, backend in backends.items():
         chosen = recipes[target]
-        if why := backend.impossible(chosen.name, chosen.formats):
+        word = "bf16" if chosen.computes_in == "bfloat16" else chosen.name
+        if why := backend.impossible(word, chosen.formats):
             raise UsageError(f"{target} cannot be built in {chosen.name}: {why}", where="--target",
                              hint="leave that GPU out, or ask for another --precision")  # fmt: skip
 
@@ -340,6 +344,8 @@ def _engine(component: ExportedComponent, shared: _Shared, islands: Mapping[str,
         code.append("trtdiff.passes.mark_islands")
     if chosen.quantizes(component.name):
         code.append("trtdiff.passes.quantize")
+    if shared.calibration:
+        code.append("trtdiff.calibrate.cache")
     spec = EngineSpec(
         component=component.name,
         graph=component.graph_sha256,
@@ -375,6 +381,14 @@ def _ranges(export: ExportManifest) -> PlannedRanges:
         ) from None  # fmt: skip
 
 
+def _check_components(chosen: PrecisionRecipe, names: Sequence[str]) -> None:
+    """Refuse a recipe of 8 bits that quantizes nothing of this checkpoint."""
+    if chosen.quantization is not None and not any(map(chosen.quantizes, names)):
+        raise UsageError(f"{chosen.name} quantizes none of this checkpoint's components",
+                         where=f"{chosen.file or chosen.name}: quantization.components",
+                         hint=f"it has {', '.join(names)}")  # fmt: skip
+
+
 def _calibration(
     export: ExportManifest, chosen: PrecisionRecipe, path: Path | None
 ) -> tuple[str, PlannedRanges | None]:
@@ -400,7 +414,8 @@ def read_fitting_cache(path: Path, export: ExportManifest, chosen: PrecisionReci
     if not cache.complete:
         raise ArtefactError("the calibration is not complete", where=str(path),
                             hint="go on with it: trtdiff calibrate --resume")  # fmt: skip
-    if missing := [part.name for part in export.components if not cache.components.get(part.name)]:
+    quantized = [part.name for part in export.components if chosen.quantizes(part.name)]
+    if missing := [name for name in quantized if name not in cache.components or not cache.components[name].values]:
         raise ArtefactError(f"the calibration has nothing of {', '.join(missing)}", where=str(path),
                             hint="calibrate the whole export: trtdiff calibrate")  # fmt: skip
     _check_clips(cache, chosen, str(path))
@@ -416,7 +431,10 @@ def _check_clips(cache: "Cache", chosen: PrecisionRecipe, where: str) -> None:
         return
     for name in [name for name in how.components if name in cache.components]:
         seen = cache.components[name]
-        for layer in [layer for layer in seen.layers.values() if layer.operator in how.operators]:
+        for layer in seen.layers.values():
+            kept = layer.operator not in how.operators or any(fnmatchcase(layer.module, it) for it in how.keep)
+            if kept or (how.smooth is not None and layer.operator == "linear"):  # its clip follows from its channels
+                continue
             for value in [seen.values[value] for value in layer.inputs if value in seen.values]:
                 try:
                     clip_of(value, how.activations, how.method, how.percentile)

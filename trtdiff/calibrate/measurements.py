@@ -213,7 +213,7 @@ class RoundingErrors(Measurement):
     def read(self, outputs: dict[str, Array]) -> dict[str, Array]:
         """Give an error a candidate."""
         units = np.array([one.unit for candidates in self._tried.values() for one in candidates])
-        return {"errors": np.nan_to_num(outputs.pop(ERRORS) * units, posinf=_HUGE)}
+        return {"errors": np.nan_to_num(outputs.pop(ERRORS) * units, nan=_HUGE, posinf=_HUGE)}
 
     def totals(self, seen: Component) -> dict[str, Array]:
         """Give what a cache holds, as arrays."""

@@ -19,7 +19,8 @@ Where they stand, by the rules of NVIDIA's "Explicit Quantization" [1] and of wh
    fused kernel, and scores would be held whole: it is not quantized.
 7. Smoothing (Xiao et al. 2023, "SmoothQuant", eq. 4) divides what goes into linear layers by a factor a channel, one
    vector for all layers that read the value, and multiplies their weights by it. It is a `Mul` of its own in front of
-   the pair, which compilers fuse with it, and so needs nothing of what comes before.
+   the pair, which compilers fuse with it, and so needs nothing of what comes before. The clip of what was smoothed is
+   its largest magnitude, which follows from the channels', whatever the recipe's method: its rounding was not measured.
 
 A layer stays as it is where the recipe does not name its operator or keeps its module, where it is too small (`least`),
 where it is in a float32 island, and where its attention has a mask, or scores that float16 may not hold.
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 SOFTMAX_CLIP = 1.0
+FARTHEST = 2.0**10
+"""How far a factor of smoothing may be from all others' mean: its inverse is a weight that float16 must hold."""
 HEAD_MULTIPLE = 16
 """Head sizes of attention whose products TensorRT computes in float8."""
 _MASK = 3
@@ -128,6 +131,8 @@ class _Work:
         for pattern, why in how.keep.items():
             if fnmatchcase(layer.module, pattern):
                 return why
+        if layer.operator == "attention" and not layer.inner:
+            return "its heads are not known"
         if min(layer.inner, layer.outer) < how.least:
             return f"sums of {layer.inner} terms, {layer.outer} outputs: smaller than {how.least}"
         return self._unfit_attention(layer) if layer.operator == "attention" else ""
@@ -136,8 +141,8 @@ class _Work:
         node = layer.node
         if self._activations is None or self._activations.name != "float8":
             return "attention in int8 has no fused kernel"
-        if layer.inner == 0 or layer.inner % HEAD_MULTIPLE:
-            return f"its head size {layer.inner or 'is not known'} is no multiple of {HEAD_MULTIPLE}"
+        if layer.inner % HEAD_MULTIPLE:
+            return f"its head size {layer.inner} is no multiple of {HEAD_MULTIPLE}"
         number = {name: node.attributes[name].value for name in node.attributes}
         if any(value is not None for value in node.inputs[_MASK:]) or number.get("is_causal") or number.get("softcap"):
             return "it has a mask or a cap"
@@ -331,6 +336,7 @@ def smoothing_factors(channels: Array, weights: Array, alpha: float) -> Array:  
     factors[seen] = channels[seen] ** alpha / weights[seen] ** (1 - alpha)
     if seen.any():  # only ratios matter: keep numbers about as large as they are, for the sake of float16
         factors[seen] /= np.exp(np.mean(np.log(factors[seen])))
+        factors = np.clip(factors, 1 / FARTHEST, FARTHEST)
     made: Array = factors.astype(np.float32)
     return made
 

@@ -43,7 +43,7 @@ class Candidate:
     @property
     def scale(self) -> float:
         """What a stored 1 stands for, as float32 has it."""
-        return float(np.float32(GRID**self.index / FORMATS[self.format].largest))
+        return float(np.float32(max(GRID**self.index / FORMATS[self.format].largest, 2.0**-126)))
 
     @property
     def unit(self) -> float:

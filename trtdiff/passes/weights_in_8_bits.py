@@ -21,6 +21,8 @@ BLOCK = 1 << 17
 """Elements that are converted at a time: half a megabyte, which stays in a processor's cache."""
 ENOUGH = 1024
 """Elements of a channel that its clip is chosen by, spread over it."""
+LEAST = 2.0**-126
+"""The smallest scale: float32's smallest normal number, by which can be divided."""
 UNSEEN = 1.0
 """Clip of a tensor in which nothing but zeros was seen."""
 PHASES = tuple(2.0 ** (step / 8) for step in range(8))
@@ -37,7 +39,8 @@ def scale_of(clip: float, kind: Format) -> float:
 
 
 def _scales(clips: Array, kind: Format) -> Array:
-    made: Array = (np.where(clips > 0, clips, UNSEEN) / kind.largest).astype(np.float32)
+    scales = np.where(clips > 0, clips, UNSEEN) / kind.largest
+    made: Array = np.maximum(scales, LEAST).astype(np.float32)
     return made
 
 

@@ -39,6 +39,14 @@ class Quantization:
                 "attention has no weights: its products cannot be quantized by weights alone",
                 where="quantization.operators", hint="leave attention out, or name activations"
             )  # fmt: skip
+        if self.activations is not None and self.activations != self.weights:
+            raise UsageError(f"weights in {self.weights}, activations in {self.activations}: nothing multiplies those",
+                             where="quantization.activations", hint="name one type for both")  # fmt: skip
+        if self.activations == "int8" and "attention" in self.operators:
+            raise UsageError("attention in int8 has no fused kernel", where="quantization.operators",
+                             hint="leave attention out, or compute in float8")  # fmt: skip
+        if self.least < 1:
+            raise UsageError(f"least is {self.least}", where="quantization.least", hint="1 keeps none back, often 16")
         if not self.operators or not self.components:
             raise UsageError("a quantization of nothing", where="quantization",
                              hint="name operators and components")  # fmt: skip
