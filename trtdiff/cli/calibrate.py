@@ -99,7 +99,7 @@ def calibrate(
         raise UsageError("one thing at a time", where="--merge, --import-tensorrt, --export-tensorrt, --resume",
                          hint="run trtdiff calibrate once for each")  # fmt: skip
     if merge:
-        cache = _merge(export, out, merge)
+        cache = _merge(export, out, merge, force=force)
     elif import_tensorrt is not None:
         cache = _import(export, folder, out, import_tensorrt, component, force=force)
     elif export_tensorrt is not None:
@@ -163,7 +163,7 @@ def _calibrate(
             if calibration.complete:
                 calibration.forget()
                 note(f"{out} is up to date: it is of this export, these prompts and settings")
-                return calibration.cache()
+                return start or calibration.cache()
             if start is not None and not resume:
                 raise UsageError(f"{out} {'lacks what is asked for now' if start.complete else 'is not finished'}",
                                  where=str(out), hint="--resume goes on, --force begins anew")  # fmt: skip
@@ -174,7 +174,11 @@ def _calibrate(
             except KeyboardInterrupt:
                 note(_interrupted(calibration.cache(), out))
                 raise click.exceptions.Exit(130) from None
-        calibration.forget()
+        if cache.complete:
+            calibration.forget()
+        else:
+            left = ", ".join(key for run in cache.runs for key in run.wanted if run.done.get(key) != run.wanted[key])
+            note(f"{out} is not complete: {left} is left from before; --resume with the options it was begun with")
     for line in _words(cache, out):
         note(line)
     return cache
@@ -198,9 +202,11 @@ def _words(cache: "Cache", out: Path) -> Iterator[str]:
         yield f"  most sensitive to {layer.format}: {layer.where}, {layer.decibels:.1f} dB"
 
 
-def _merge(export: "ExportManifest", out: Path, others: tuple[Path, ...]) -> "Cache":
+def _merge(export: "ExportManifest", out: Path, others: tuple[Path, ...], *, force: bool) -> "Cache":
+    """Put caches into the one at `out`; what would lose something that was measured needs `force`."""
     from trtdiff.calibrate.cache import read_cache, require_same_model, write_cache
     from trtdiff.calibrate.merge import merge
+    from trtdiff.errors import UsageError
     from trtdiff.whole import locked
 
     with locked(out, note):
@@ -208,6 +214,9 @@ def _merge(export: "ExportManifest", out: Path, others: tuple[Path, ...]) -> "Ca
         require_same_model(cache, export)
         for other in others:
             cache, remarks = merge(cache, read_cache(other))
+            if remarks and not force:
+                raise UsageError(f"merging would lose what was measured: {remarks[0]}", where=f"{out}, {other}",
+                                 hint="measure the same in both before, or accept the loss with --force")  # fmt: skip
             for remark in remarks:
                 note(f"{other}: {remark}")
         write_cache(out, cache)
