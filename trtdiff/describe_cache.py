@@ -140,7 +140,7 @@ def _prompts(cache: Cache) -> list[str]:
 
 
 def _coverage(cache: Cache) -> Iterator[tuple[str, str]]:
-    """Give samples by band, from the noise on, as many as the first pass has seen."""
+    """Give samples by band, from the noise on, as many as there are to be; `passes` says how many were seen."""
     for band, (start, end) in reversed(list(enumerate(cache.data.bands))):
         yield f"{end - 1} … {start}", str(sum(run.bands[band] for run in cache.runs if run.bands))
 

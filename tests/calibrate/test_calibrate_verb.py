@@ -128,6 +128,22 @@ def test_two_caches_merge(cache, toy_folder, tmp_path, capsys):
     assert "it would count twice" in capsys.readouterr().err
 
 
+def test_a_merge_that_would_lose_a_pass_changes_nothing(cache, toy_folder, tmp_path, capsys):
+    other, before = tmp_path / "other.json", cache.read_bytes()
+    assert run(["calibrate", str(toy_folder), "-o", str(other), *FEW, "--seed", "9", "--method", "max"]) == 0
+    merge = ["calibrate", str(toy_folder), "-o", str(cache), "--merge", str(other)]
+    assert run(merge) == 2
+    assert "would lose what was measured" in capsys.readouterr().err
+    assert cache.read_bytes() == before
+    assert run([*merge, "--force"]) == 0
+    assert len(read_cache(cache).runs) == 2
+
+
+def test_what_is_up_to_date_gives_its_digest(cache, toy_folder, capsys):
+    assert run(["calibrate", str(toy_folder), "-o", str(cache), *FEW, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["digest"] == read_cache(cache).digest
+
+
 def test_tensorrts_own_format_goes_out_and_in(cache, toy_folder, tmp_path, capsys):
     text, again = tmp_path / "calib.cache", tmp_path / "again.json"
     assert run(["calibrate", str(toy_folder), "-o", str(cache), "--export-tensorrt", str(text)]) == 0
