@@ -38,7 +38,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -58,6 +58,8 @@ SEED = 0
 BATCH, SAMPLES, FRESH = 2, 16, 4
 FOLDER = Path("build/bench_calibration")
 OWN = ""
+SECONDS = "calibration.json"
+"""File in which a case says how long its calibration alone took, where it can tell."""
 ENVIRONMENTS = {
     "onnxruntime": ("onnxruntime==1.32.0", "onnx==1.23.2", "numpy==2.4.6"),
     "modelopt": (
@@ -89,6 +91,8 @@ class Measured:
     """Seconds of processor time, of the process and its children."""
     peak: int
     """Bytes of resident memory, children included (together sampled every 0.1 s); mapped pages of files count."""
+    calibration: float | None = None
+    """Seconds of the calibration alone, with the opening of the model; of `plain`, those of the samples likewise."""
     error: float | None = None
     """Relative L2 difference of the predictions on fresh inputs from those of the float32 model."""
     error_as_written: float | None = None
@@ -208,9 +212,18 @@ def predict(model: Path, feeds: list[dict[str, np.ndarray]], *, as_written: bool
 # --- the cases, each in a process of its own -------------------------------------------------------------------------
 
 
+@contextmanager
+def timed(out: Path) -> Iterator[None]:
+    """Write down how long the calibration alone takes, for a case that can tell."""
+    began = time.perf_counter()
+    yield
+    (out.parent / SECONDS).write_text(json.dumps(time.perf_counter() - began))
+
+
 def run_plain(folder: Path, out: Path, settings: Mapping[str, Any]) -> None:  # noqa: ARG001
     """Make no model: float32 inference of the samples to calibrate on, the measure of the others."""
-    predict(folder / "plain" / "model.onnx", calibration_samples(folder))
+    with timed(out):
+        predict(folder / "plain" / "model.onnx", calibration_samples(folder))
 
 
 def run_onnxruntime(folder: Path, out: Path, settings: Mapping[str, Any]) -> None:
@@ -274,7 +287,8 @@ def run_trtdiff(folder: Path, out: Path, settings: Mapping[str, Any]) -> None:
     graph = folder / "export" / "denoiser.onnx"
     feeds = [(0, sample) for sample in list(samples(folder))[:SAMPLES]]
     formats = [how.activations] if how.activations else []
-    seen = calibrate_feeds(graph, feeds, out.parent / "calibrating", method=how.method, formats=formats)
+    with timed(out):
+        seen = calibrate_feeds(graph, feeds, out.parent / "calibrating", method=how.method, formats=formats)
     model = read_graph(graph)
     quantize(model, how=how, base="float32", statistics=seen.values)
     widen_weights(model)
@@ -420,6 +434,8 @@ def measure(name: str, folder: Path) -> Measured:
     if child.returncode:
         measured.failed = words.rpartition("\n")[2] or f"exit status {child.returncode}"
         return measured  # its log stays
+    if (out.parent / SECONDS).exists():
+        measured.calibration = json.loads((out.parent / SECONDS).read_text())
     if out.exists():
         command = [sys.executable, __file__, "--folder", folder, "--child", f"score:{name}"]
         scored = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
@@ -449,10 +465,11 @@ def show(measured: list[Measured]) -> None:
     from rich.table import Table
 
     table = Table(title="calibration and quantization of a UNet of 219.8 M parameters, 16 samples of batch 2")
-    for heading in ("", "wall s", "cpu s", "peak GB", "error", "as written", "share", "attention"):
+    for heading in ("", "wall s", "calibration s", "cpu s", "peak GB", "error", "as written", "share", "attention"):
         table.add_column(heading, justify="right" if heading else "left")
     for row in measured:
-        cells = [f"{row.wall:.1f}", f"{row.cpu:.1f}", f"{row.peak / 1e9:.2f}"]
+        alone = "" if row.calibration is None else f"{row.calibration:.1f}"
+        cells = [f"{row.wall:.1f}", alone, f"{row.cpu:.1f}", f"{row.peak / 1e9:.2f}"]
         if row.failed:
             cells += [row.failed]
         elif row.error is not None:

@@ -1,18 +1,20 @@
 """Precisions of 8 bits through the verbs: calibrated first or from a cache, built, checked, refused with reasons."""
 
 import json
+import struct
 from dataclasses import replace
 
 import pytest
 
 from trtdiff.bundle import Bundle
 from trtdiff.calibrate.cache import read_cache, sealed, write_cache
+from trtdiff.calibrate.fitting import read_fitting_cache
 from trtdiff.cli import exit_code as run
 from trtdiff.errors import ArtefactError, UsageError
 from trtdiff.export.read import read_export
 from trtdiff.lowered import read_graph
 from trtdiff.passes.layers import layers
-from trtdiff.plan import make_plan, read_fitting_cache
+from trtdiff.plan import make_plan
 from trtdiff.recipes import RECIPES
 from trtdiff.recipes.own import own_recipe
 
@@ -92,6 +94,45 @@ def test_the_calibration_is_part_of_the_key(export, cache, tmp_path):
     assert len({tuple(found.values()) for found in keys.values()}) == 3
     assert planned(export, "fp8", None).ranges.calibrates
     assert planned(export, "int8-weights").ranges.calibrates is False  # it needs the range scan alone
+
+
+def test_scales_of_tensorrts_own_cache_are_those_of_the_graph(export, cache, tmp_path, capsys):
+    """Written, cut down to some tensors, read, and built from: activations with scales are quantized by these alone."""
+    text, mine = tmp_path / "calib.cache", tmp_path / "mine.json"
+    assert run(["calibrate", str(export), "-o", str(cache), "--export-tensorrt", str(text), "--method", "max"]) == 0
+    graph = read_graph(export / "denoiser.onnx").graph
+    quantized = [layer for layer in layers(graph) if layer.operator in {"conv", "linear"} and "time_emb" not in
+                 layer.module and layer.module not in {"conv_in", "conv_out"}]  # fmt: skip
+    lacking = quantized[0].node.inputs[0]
+    without = [layer.module for layer in quantized if layer.node.inputs[0] is lacking]
+    header, *lines = text.read_text().splitlines()
+    scales = {line.split(": ")[0]: struct.unpack("!f", bytes.fromhex(line.split(": ")[1]))[0] for line in lines}
+    text.write_text("\n".join([header, *(line for line in lines if line.split(": ")[0] != lacking.name)]))
+    assert run(["calibrate", str(export), "-o", str(mine), "--import-tensorrt", str(text)]) == 0
+    capsys.readouterr()
+
+    assert build(export, tmp_path / "q", "--precision", "int8", "--calibration", str(mine)) == 0
+    said = capsys.readouterr().err
+    assert f"calib.cache has no scales for {len(without)} of the {len(quantized)} layers of denoiser" in said
+    assert without[0] in said
+    assert "not smoothed" in said
+    engine = Bundle.open(tmp_path / "q").engine_manifest("rounded", "denoiser")
+    told = engine.realised["quantization"]
+    assert told["layers"] == {"int8": len(quantized) - len(without)}
+    assert sum("no scale of" in why for why in told["kept"].values()) == len(without)
+    assert engine.realised["islands"] is not None
+    plan = planned(export, "int8", mine)
+    assert not plan.ranges.calibrates  # what stays in float32 is scanned: scales say nothing of sums
+    (built,) = (Bundle.open(tmp_path / "q").path / "engines").glob("*/*/denoiser*/**/model.onnx")
+    written = read_graph(built).graph
+    used = {
+        node.inputs[0].name: float(node.inputs[1].const_value.numpy())
+        for node in written
+        if node.op_type == "QuantizeLinear"
+    }
+    assert used
+    for name, scale in used.items():
+        assert scale == pytest.approx(scales[name], rel=1e-6), name
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

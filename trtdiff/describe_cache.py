@@ -140,9 +140,16 @@ def _prompts(cache: Cache) -> list[str]:
 
 
 def _coverage(cache: Cache) -> Iterator[tuple[str, str]]:
-    """Give samples by band, from the noise on, as many as there are to be; `passes` says how many were seen."""
+    """Give samples by band, from the noise on: how many were seen, by the elements of the denoiser's first value."""
+    denoiser = cache.components.get("denoiser", Component())
+    first = next(iter(denoiser.values.values()), None)
     for band, (start, end) in reversed(list(enumerate(cache.data.bands))):
-        yield f"{end - 1} … {start}", str(sum(run.bands[band] for run in cache.runs if run.bands))
+        wanted = sum(run.bands[band] for run in cache.runs if run.bands)
+        seen = 0
+        if first is not None and any(first.elements):
+            share = first.elements[band] / sum(first.elements)
+            seen = round(share * sum(run.done.get(RANGE, {}).get("denoiser", 0) for run in cache.runs))
+        yield f"{end - 1} … {start}", str(wanted) if seen == wanted else f"{seen} of {wanted}"
 
 
 def _passes(cache: Cache) -> Iterator[tuple[str, ...]]:

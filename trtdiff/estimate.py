@@ -94,7 +94,7 @@ def check_memory(what: str, needed: int) -> None:
                          hint="close other programs, or build on a machine with more")  # fmt: skip
 
 
-def check_disk(writes: Mapping[Path, int]) -> None:
+def check_disk(writes: Mapping[Path, int], what: str = "the build") -> None:
     """Refuse work whose files do not fit on their disks; `writes` are bytes by folder. Raises StorageError."""
     import shutil
 
@@ -106,8 +106,8 @@ def check_disk(writes: Mapping[Path, int]) -> None:
         free = shutil.disk_usage(there).free
         if needed[disk] > free:
             raise StorageError(
-                f"the build writes about {size(needed[disk])}, the disk has {size(free)} free", where=str(folder),
-                hint="free some space, or choose another folder with -o and --store"
+                f"{what} writes about {size(needed[disk])}, the disk has {size(free)} free", where=str(folder),
+                hint="free some space, or choose another place with -o (and --store)"
             )  # fmt: skip
 
 

@@ -60,13 +60,13 @@ def build_engine(
 
     A half precision's float32 islands are `islands` (module pattern → reason), what the file `ranges` shows, and what
     `mark_islands` keeps in any case; the result has them as `realised["islands"]`. `quantization` is a recipe's, as
-    plain values; scales come from the cache `calibration`, whose ranges stand for those of `ranges`, and whose digest
-    must be `calibration_digest` where one is given. The result says in `realised["quantization"]` what was done.
+    plain values; scales come from the cache `calibration`, which has ranges too, and whose digest must be
+    `calibration_digest` where one is given. The result says in `realised["quantization"]` what was done.
     """
     model = read_graph(Path(graph))
     component = Path(graph).stem
     cache = _cache(calibration, calibration_digest)
-    seen = _calibrated_ranges(cache, component) if cache else _ranges(ranges, component)
+    seen = _calibrated_ranges(cache, component) if cache and not ranges else _ranges(ranges, component)
     kept: dict[str, Any] = _mark_islands(model, Path(graph), computes_in, islands, seen)
     if quantization is not None:
         kept |= _quantize(model, graph, computes_in, quantization, cache)
@@ -132,7 +132,7 @@ def _calibrated_ranges(cache: "Cache", component: str) -> "Mapping[str, ValueRan
     from trtdiff.calibrate.ranges import ValueRange
 
     if component not in cache.components:
-        return {}  # TensorRT's own caches are of one network
+        return {}
     found = statistics_of(cache, component).items()
     return {name: ValueRange(seen.largest, seen.rms) for name, seen in found if sum(seen.elements)}
 

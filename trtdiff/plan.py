@@ -6,15 +6,15 @@ made from, and a build carries it out.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import trtdiff
 from trtdiff.backends import TARGETS, Backend, target_backend
 from trtdiff.backends.options import NO_OPTIONS, BuilderOptions, flag
+from trtdiff.calibrate.fitting import read_fitting_cache, uncovered
 from trtdiff.digest import code_digest
-from trtdiff.errors import ArtefactError, MissingDependency, UsageError
+from trtdiff.errors import MissingDependency, UsageError
 from trtdiff.export.manifest import ExportedComponent, ExportManifest
 from trtdiff.families import family
 from trtdiff.lowering import HALVES, PROLOGUES
@@ -23,9 +23,6 @@ from trtdiff.manifest import EngineSpec, RangesSpec, SamplersSpec, as_json, key_
 from trtdiff.profiles import resolve
 from trtdiff.recipes import RECIPES, SCANNED, PrecisionRecipe, builds, precisions_of, recipe
 from trtdiff.types import DimRange, ShapeProfile, Tolerance
-
-if TYPE_CHECKING:
-    from trtdiff.calibrate.cache import Cache
 
 CONTRACT = ShapeProfile({"window": DimRange(1, 3, 48), "branches": DimRange(1, 2, 2)})
 """Dimensions that the sampler prologue adds: slots of the latent log (samplers look back 16 entries of 3 at most), and
@@ -188,17 +185,24 @@ def make_plan(
         _check_components(chosen, [part.name for part in export.components])
     calibrated = next((chosen for chosen in recipes.values() if chosen.calibrated), None)
     digest, scan = "", None
-    if calibrated is not None:
-        digest, scan = _calibration(export, calibrated, calibration)
+    scans = range_scan and any(chosen.computes_in in SCANNED for chosen in recipes.values())
+    if calibrated is not None and calibration is not None:
+        cache = read_fitting_cache(calibration, export, calibrated)
+        digest = cache.digest
+        more += uncovered(cache, calibrated)
+        scan = _ranges(export) if scans and cache.imported else None
+    elif calibrated is not None:
+        scan = _calibration(export, calibrated)
+        digest = scan.key
     elif calibration is not None:
         raise UsageError("nothing that is built needs a calibration", where="--calibration",
                          hint="leave it out, or ask for --precision fp8 or int8")  # fmt: skip
-    elif range_scan and any(chosen.computes_in in SCANNED for chosen in recipes.values()):
+    elif scans:
         scan = _ranges(export)
     planned = []
     for target, chosen in recipes.items():
         backend = target_backend(target)
-        measured = scan.key if scan and not calibrated and chosen.computes_in in SCANNED else ""
+        measured = scan.key if scan and not scan.calibrates and chosen.computes_in in SCANNED else ""
         shared = _Shared(target, backend, chosen, ranges, taken[target], measured,
                          digest if chosen.calibrated else "", scan is not None)  # fmt: skip
         half = chosen.computes_in in HALVES
@@ -389,58 +393,14 @@ def _check_components(chosen: PrecisionRecipe, names: Sequence[str]) -> None:
                          hint=f"it has {', '.join(names)}")  # fmt: skip
 
 
-def _calibration(
-    export: ExportManifest, chosen: PrecisionRecipe, path: Path | None
-) -> tuple[str, PlannedRanges | None]:
-    """Give what names a calibration in keys, and the calibration where it is to be made first."""
+def _calibration(export: ExportManifest, chosen: PrecisionRecipe) -> PlannedRanges:
+    """Plan the calibration that a recipe needs."""
     from trtdiff.calibrate.settings import IN_A_BUILD, calibration_spec
 
-    if path is not None:
-        return read_fitting_cache(path, export, chosen).digest, None
     how = chosen.quantization
     assert how is not None, "a calibrated recipe"  # noqa: S101 - `calibrated` says so
-    formats = tuple(sorted(kind for kind in chosen.formats))
-    spec = calibration_spec(export, {**IN_A_BUILD, "method": how.method, "formats": formats})
-    planned = PlannedRanges(spec, ("calibration",))
-    return planned.key, planned
-
-
-def read_fitting_cache(path: Path, export: ExportManifest, chosen: PrecisionRecipe) -> "Cache":
-    """Read a cache that a recipe can be built from. Raises ArtefactError."""
-    from trtdiff.calibrate.cache import read_cache, require_same_model
-
-    cache = read_cache(path)
-    require_same_model(cache, export)
-    if not cache.complete:
-        raise ArtefactError("the calibration is not complete", where=str(path),
-                            hint="go on with it: trtdiff calibrate --resume")  # fmt: skip
-    quantized = [part.name for part in export.components if chosen.quantizes(part.name)]
-    if missing := [name for name in quantized if name not in cache.components or not cache.components[name].values]:
-        raise ArtefactError(f"the calibration has nothing of {', '.join(missing)}", where=str(path),
-                            hint="calibrate the whole export: trtdiff calibrate")  # fmt: skip
-    _check_clips(cache, chosen, str(path))
-    return cache
-
-
-def _check_clips(cache: "Cache", chosen: PrecisionRecipe, where: str) -> None:
-    """Refuse a cache that did not measure what the recipe's method needs, before anything is built."""
-    from trtdiff.calibrate.clips import clip_of
-
-    how = chosen.quantization
-    if how is None or how.activations is None:
-        return
-    for name in [name for name in how.components if name in cache.components]:
-        seen = cache.components[name]
-        for layer in seen.layers.values():
-            kept = layer.operator not in how.operators or any(fnmatchcase(layer.module, it) for it in how.keep)
-            if kept or (how.smooth is not None and layer.operator == "linear"):  # its clip follows from its channels
-                continue
-            for value in [seen.values[value] for value in layer.inputs if value in seen.values]:
-                try:
-                    clip_of(value, how.activations, how.method, how.percentile)
-                except ArtefactError as error:
-                    raise ArtefactError(f"{error.message} of {layer.module or name}", where=where,
-                                        hint=error.hint) from None  # fmt: skip
+    given = {**IN_A_BUILD, "method": how.method, "formats": tuple(sorted(chosen.formats))}
+    return PlannedRanges(calibration_spec(export, given), ("calibration",))
 
 
 def _samplers(export: ExportManifest, schedulers: tuple[str, ...] | None) -> PlannedSamplers:

@@ -240,7 +240,7 @@ def close(one, other):
 
 
 def test_two_calibrations_merge_into_what_one_of_both_gives(begin):
-    """Every step of one picture each; errors at the clips that both tried."""
+    """Every step of one picture each; errors at clips that one of them did not try are in test_merge."""
     given = {"prompts": ["ab"], "sensitivity": 0}
     both = begin(samples=16, **given).run()
     one, two = (begin(samples=8, seed=seed, work=str(seed), **given).run() for seed in (0, 1))

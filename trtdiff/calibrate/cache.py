@@ -26,6 +26,10 @@ RANGE, ERROR, COUNT, NOISE = "range", "error", "count", "noise"
 """Passes over the samples: largest magnitudes and squares; errors of rounding; counts beyond edges; noise of layers."""
 
 
+IMPORTED = "imported"
+"""In place of a library, in a cache made from scales that something else chose: the file."""
+
+
 @dataclass(frozen=True)
 class Statistics:
     """One value of a graph, over everything that was seen of it. Tuples have an entry a timestep band."""
@@ -47,6 +51,11 @@ class Statistics:
     def largest(self) -> float:
         """Largest magnitude over all bands."""
         return max(self.amax, default=0.0)
+
+    @property
+    def imported(self) -> bool:
+        """Whether nothing was seen of it: it is a clip that something else chose."""
+        return not any(self.elements)
 
     @property
     def rms(self) -> float:
@@ -174,6 +183,11 @@ class Cache:
     def complete(self) -> bool:
         """Whether all runs are done."""
         return bool(self.runs) and all(run.complete for run in self.runs)
+
+    @property
+    def imported(self) -> str:
+        """Name of the file whose scales it was made from; empty for a calibration."""
+        return self.versions.get(IMPORTED, "")
 
 
 def statistics_of(cache: Cache, component: str) -> Mapping[str, Statistics]:

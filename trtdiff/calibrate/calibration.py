@@ -51,6 +51,7 @@ from trtdiff.calibrate.settings import (
     WRITTEN_PER_SECOND,
     CalibrationSettings,
     execution_seconds,
+    passes_of,
 )
 from trtdiff.digest import digest
 from trtdiff.errors import ArtefactError
@@ -181,10 +182,9 @@ class Calibration:
 
     # --- what there is to do
 
-    def _kinds(self) -> list[str]:
+    def _kinds(self) -> tuple[str, ...]:
         """Give the passes, in order."""
-        second = {"max": [], "mse": [ERROR], "percentile": [COUNT]}[self._settings.method]
-        return [RANGE, *second, *([NOISE] if self._settings.sensitivity else [])]
+        return passes_of(self._settings.method, noise=self._settings.sensitivity > 0)
 
     def _keys(self, kind: str) -> list[str]:
         """Give the names under which a cache has what a pass has done: one a type of 8 bits where it is about that."""
@@ -365,6 +365,8 @@ def _going_on(start: Cache, fresh: Cache, manifest: ExportManifest) -> Cache:
     hint = "go on with the options that it was begun with, or begin anew with --force"
     require_same_model(start, manifest)
     require_same(asdict(start.data), asdict(fresh.data), "of other data", hint=hint)
+    mine, theirs = ({"trtdiff": cache.versions.get("trtdiff")} for cache in (start, fresh))
+    require_same(mine, theirs, "of another version", hint=hint)
     if len(start.runs) != 1:
         raise ArtefactError("the calibration was merged from several, and cannot be added to",
                             where="calibration cache: runs", hint="add to its parts, and merge them again")  # fmt: skip

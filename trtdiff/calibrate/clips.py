@@ -46,10 +46,11 @@ def _top(statistics: Statistics) -> int | None:
 def clip_of(statistics: Statistics, name: EightBits, method: Method, percentile: float = PERCENTILE) -> float:
     """Choose the clip of a tensor: its largest number of 8 bits stands for this magnitude. 0: it is always 0.
 
+    One that something else chose is taken whatever the method.
     Raises ArtefactError where the calibration did not measure what the method needs.
     """
     largest = max(statistics.amax, default=0.0)
-    if method == "max" or largest == 0:
+    if method == "max" or largest == 0 or statistics.imported:
         return largest
     if method == "mse":
         errors = statistics.errors.get(name)

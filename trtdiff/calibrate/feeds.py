@@ -4,10 +4,11 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from trtdiff.calibrate.cache import COUNT, ERROR, NOISE, RANGE, Component
+from trtdiff.calibrate.cache import NOISE, Component
 from trtdiff.calibrate.calibration import measurement_of
 from trtdiff.calibrate.measurements import finished
 from trtdiff.calibrate.opened import Opened
+from trtdiff.calibrate.settings import passes_of
 from trtdiff.passes.eight_bits import EightBits
 from trtdiff.recipes.quantization import Method
 from trtdiff.types import Array
@@ -31,10 +32,10 @@ def calibrate_feeds(
     `scratch` is a new folder, which is removed. Raises NonFiniteError.
     """
     bands = 1 + max((band for band, _ in feeds), default=0)
-    second = {"max": [], "mse": [ERROR], "percentile": [COUNT]}[method]
     few = [feeds[number] for number in noise]
     seen = Component()
-    for kind, given in [(RANGE, feeds), *((kind, feeds) for kind in second), *([(NOISE, few)] if few else [])]:
+    for kind in passes_of(method, noise=bool(few)):
+        given = few if kind == NOISE else feeds
         measurement = measurement_of(kind, seen, bands=bands, formats=formats, method=method)
         session = Opened(component, graph, scratch, measurement, seen)
         try:

@@ -4,12 +4,25 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import trtdiff
-from trtdiff.calibrate.cache import CACHE_SCHEMA, Cache, Component, Data, Run, Statistics, model_of, sealed
+from trtdiff.calibrate.cache import (
+    CACHE_SCHEMA,
+    IMPORTED,
+    Cache,
+    Component,
+    Data,
+    LayerFacts,
+    Run,
+    Statistics,
+    model_of,
+    sealed,
+)
 from trtdiff.calibrate.samples import bands_of
 from trtdiff.digest import digest
 from trtdiff.errors import ArtefactError, UsageError
 from trtdiff.export.manifest import ExportManifest
 from trtdiff.lowered import read_graph
+from trtdiff.passes.layer_inputs import measured
+from trtdiff.passes.layers import layers
 
 
 def imported_cache(
@@ -26,6 +39,11 @@ def imported_cache(
             f"there is no component {component!r}", where="--component", hint=f"known: {', '.join(graphs)}"
         )
     graph = read_graph(folder / graphs[component]).graph
+    facts = {
+        layer.name: LayerFacts(layer.module, layer.operator, 0,
+                               tuple(str(measured(layer, place).name) for place in layer.activations))
+        for layer in layers(graph)
+    }  # fmt: skip
     known = {str(value.name) for value in graph.inputs} | {str(out.name) for node in graph for out in node.outputs}
     unknown = [name for name in clips if name not in known]
     if len(unknown) == len(clips):
@@ -37,6 +55,6 @@ def imported_cache(
         scheduler=digest(export.scheduler), bands=bands_of(export.scheduler, 1),
     )  # fmt: skip
     run = Run(0, (0,), (), {}, {})
-    components = {component: Component(values=values)}
-    versions = {"trtdiff": trtdiff.__version__, "imported": source}
+    components = {component: Component(values=values, layers=facts)}
+    versions = {"trtdiff": trtdiff.__version__, IMPORTED: source}
     return sealed(Cache(CACHE_SCHEMA, "", model_of(export), data, "", (run,), components, versions)), unknown

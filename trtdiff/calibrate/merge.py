@@ -1,4 +1,8 @@
-"""Two calibrations of one model become one: maxima of maxima, sums of sums."""
+"""Two calibrations of one model become one: maxima of maxima, sums of sums.
+
+Where one saw a larger magnitude, its clips and edges are those of the whole; `error_at` says what the other loses at
+them.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
@@ -6,6 +10,7 @@ from dataclasses import asdict, replace
 from trtdiff.calibrate.cache import NOISE, Cache, Component, Noise, Statistics, require_same, sealed
 from trtdiff.calibrate.measurements import finished
 from trtdiff.errors import ArtefactError
+from trtdiff.passes.eight_bits import GRID, OCTAVE, EightBits
 
 
 def merge(one: Cache, other: Cache) -> tuple[Cache, tuple[str, ...]]:
@@ -29,7 +34,7 @@ def merge(one: Cache, other: Cache) -> tuple[Cache, tuple[str, ...]]:
                     f"both calibrations saw prompt {picture.prompt!r} with seed {picture.seed}: it would count twice",
                     where="calibration cache: runs.pictures", hint="calibrate one of them with another --seed",
                 )  # fmt: skip
-    remarks = dict.fromkeys([*_lost(one, other), *_windows(one, other)])
+    remarks = dict.fromkeys(_lost(one, other))
     noise = one.method == other.method
     if not noise:
         remarks["the noise of layers was left out: it was measured with clips chosen in two ways"] = None
@@ -60,24 +65,9 @@ def _lost(one: Cache, other: Cache) -> Iterator[str]:
         yield f"only one of them has the pass {key!r}, which was left out; add it to the other with --resume"
 
 
-def _windows(one: Cache, other: Cache) -> Iterator[str]:
-    """Say where errors were measured at clips of which none is common."""
-    for component in one.components:
-        theirs = other.components.get(component, Component()).values
-        for name, mine in one.components[component].values.items():
-            for kind, errors in mine.errors.items():
-                there = theirs[name].errors.get(kind, {}) if name in theirs else {}
-                if there and not errors.keys() & there.keys():
-                    yield (
-                        f"{component}: the errors of {name} in {kind} were left out: it was {mine.largest:g} at most "
-                        f"in one and {theirs[name].largest:g} in the other; use --method max for it, or calibrate "
-                        "once with more samples"
-                    )
-
-
 def _component(one: Component, other: Component, *, noise: bool) -> Component:
     values = {
-        name: _statistics(seen, other.values[name]) if name in other.values else seen
+        name: merged_statistics(seen, other.values[name]) if name in other.values else seen
         for name, seen in one.values.items()
     }
     noises: dict[str, Mapping[str, Noise]] = {
@@ -92,18 +82,36 @@ def _component(one: Component, other: Component, *, noise: bool) -> Component:
     return replace(one, rows=one.rows + other.rows, values=values, noise=noises)
 
 
-def _statistics(one: Statistics, other: Statistics) -> Statistics:
+def merged_statistics(one: Statistics, other: Statistics) -> Statistics:
+    """Put together what two calibrations saw of one value."""
+    small, large = sorted((one, other), key=lambda seen: seen.largest)
     return Statistics(
         amax=tuple(map(max, one.amax, other.amax)),
         squares=tuple(a + b for a, b in zip(one.squares, other.squares, strict=True)),
         elements=tuple(a + b for a, b in zip(one.elements, other.elements, strict=True)),
         channels=tuple(map(max, one.channels, other.channels)),
         errors={
-            kind: common for kind, errors in one.errors.items() if (common := _sum(errors, other.errors.get(kind, {})))
+            kind: {index: error + error_at(small, kind, index) for index, error in errors.items()}
+            for kind, errors in large.errors.items()
+            if kind in small.errors or not small.largest
         },
-        beyond={index: one.beyond[index] + other.beyond[index] for index in sorted(one.beyond.keys() & other.beyond)},
+        # beyond an edge that is higher than those of a run lies nothing of it
+        beyond={index: count + small.beyond.get(index, 0) for index, count in large.beyond.items()}
+        if small.beyond or not small.largest
+        else {},
     )
 
 
-def _sum(one: Mapping[int, float], other: Mapping[int, float]) -> dict[int, float]:
-    return {index: one[index] + other[index] for index in sorted(one.keys() & other.keys())}
+def error_at(seen: Statistics, kind: EightBits, index: int) -> float:
+    """Give what rounding loses at a clip of the grid that was tried, or at one higher than all that were.
+
+    A higher one clips nothing, and was not measured. int8's steps grow with it, and their error with the square, up to
+    where all becomes 0. Numbers of E4M3 fall as they do at a clip that is a power of two lower (but for the smallest).
+    """
+    errors = seen.errors.get(kind, {})
+    if not seen.largest or index in errors:
+        return errors.get(index, 0.0)
+    last = max(errors)
+    if kind == "int8":
+        return min(errors[last] * float(GRID ** (2 * (index - last))), sum(seen.squares))
+    return errors[last - (last - index) % OCTAVE]

@@ -5,7 +5,6 @@ later pass over the samples gets the very inputs that the first one saw, and a c
 where it stood.
 """
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from zipfile import BadZipFile
@@ -40,7 +39,3 @@ class Recording:
         """Keep arrays under a name. Raises StorageError."""
         with whole_file(self._folder / f"{name}.npz") as temporary, temporary.open("wb") as file:
             np.savez(file, **dict(arrays))  # type: ignore[arg-type] # numpy takes arrays by name
-
-    def forget(self) -> None:
-        """Remove all of it."""
-        shutil.rmtree(self._folder, ignore_errors=True)

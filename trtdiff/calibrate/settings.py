@@ -9,6 +9,7 @@ import msgspec
 
 import trtdiff
 from trtdiff.backends.onnxruntime import OnnxRuntime
+from trtdiff.calibrate.cache import COUNT, ERROR, NOISE, RANGE
 from trtdiff.calibrate.prompts import NEGATIVE, prompts_for
 from trtdiff.digest import code_digest
 from trtdiff.errors import UsageError
@@ -227,29 +228,31 @@ def calibration_memory(weights: Mapping[str, int], *, pixels: int = PIXELS) -> i
     return int(_MORE * scan_memory(weights, pixels=pixels))
 
 
-PASS_COST: Mapping[str, float] = MappingProxyType({"range": 1.15, "error": 2.5, "count": 3.0, "noise": 6.0})
+PASS_COST: Mapping[str, float] = MappingProxyType({RANGE: 1.15, ERROR: 2.5, COUNT: 3.0, NOISE: 6.0})
 """What an execution takes in a pass, in times of a plain one."""
-_SECOND: Mapping[str, str] = MappingProxyType({"max": "", "mse": "error", "percentile": "count"})
+_SECOND: Mapping[Method, tuple[str, ...]] = MappingProxyType({"max": (), "mse": (ERROR,), "percentile": (COUNT,)})
+"""Method → passes that it needs after the ranges."""
 _OPENING = 2.0
 """Seconds until a component is open, for each pass, besides the writing of its weights."""
 WRITTEN_PER_SECOND = 2e8
 """Bytes of weights that are written in float32, and laid out by the runtime."""
 
 
+def passes_of(method: Method, *, noise: bool) -> tuple[str, ...]:
+    """Give the passes over the samples, in order."""
+    return (RANGE, *_SECOND[method], *([NOISE] if noise else []))
+
+
 def calibration_seconds(weights: Mapping[str, int], settings: CalibrationSettings) -> float:
     """Estimate how long a calibration takes on two cores, from the bytes of every component's weights in float32."""
     pixels, pictures = settings.height * settings.width, -(-settings.samples // settings.steps)
-    second = PASS_COST.get(_SECOND[settings.method], 0.0)
-    noise = PASS_COST["noise"] if settings.sensitivity else 0.0
     whole = 0.0
-    for name, count in weights.items():
-        passes = 1 + bool(second) + bool(noise)
-        executions = pictures * (PASS_COST["range"] + second) + noise
-        if name == "denoiser":
-            executions = settings.branches * (
-                pictures * settings.steps * PASS_COST["range"] + settings.samples * second
-            )
-            executions += noise * settings.bands * settings.sensitivity
-        whole += passes * (_OPENING + count / WRITTEN_PER_SECOND)
-        whole += executions * execution_seconds(name, count, pixels)
+    for kind in passes_of(settings.method, noise=settings.sensitivity > 0):
+        for name, count in weights.items():
+            executions = 1 if kind == NOISE else pictures
+            if name == "denoiser":
+                few, all_steps = settings.bands * settings.sensitivity, settings.branches * pictures * settings.steps
+                executions = {NOISE: few, RANGE: all_steps}.get(kind, settings.branches * settings.samples)
+            seconds = execution_seconds(name, count, pixels)
+            whole += _OPENING + count / WRITTEN_PER_SECOND + PASS_COST[kind] * executions * seconds
     return whole

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,11 +139,12 @@ def _calibrate(
     from trtdiff.calibrate.calibration import Calibration
     from trtdiff.calibrate.settings import calibration_memory, calibration_settings
     from trtdiff.errors import UsageError
-    from trtdiff.estimate import check_memory, float32_weights, size
+    from trtdiff.estimate import check_disk, check_memory, float32_weights, size
     from trtdiff.whole import locked
 
     settings = calibration_settings(export, asked)
-    needed = calibration_memory(float32_weights(folder, export), pixels=settings.height * settings.width)
+    weights = float32_weights(folder, export)
+    needed = calibration_memory(weights, pixels=settings.height * settings.width)
     work = out.parent / f".{out.stem}.calibrating"
 
     def save(cache: "Cache") -> None:
@@ -156,10 +157,7 @@ def _calibrate(
         if resume and start is None and not force:
             note(f"{out} is not there yet; beginning")
         with _progress() as progress:
-            calibration = Calibration(
-                folder, settings, work, start=start, progress=progress,
-                save=save,
-            )  # fmt: skip
+            calibration = Calibration(folder, settings, work, start=start, progress=progress, save=save)
             if calibration.complete:
                 calibration.forget()
                 note(f"{out} is up to date: it is of this export, these prompts and settings")
@@ -169,19 +167,50 @@ def _calibrate(
                                  where=str(out), hint="--resume goes on, --force begins anew")  # fmt: skip
             note(f"{settings}; about {calibration.seconds:.0f} s on two cores, {size(needed)} of memory")
             check_memory("the calibration", needed)
-            try:
-                cache = calibration.run()
-            except KeyboardInterrupt:
-                note(_interrupted(calibration.cache(), out))
-                raise click.exceptions.Exit(130) from None
+            check_disk({out.parent: max(weights.values(), default=0)}, "the calibration")
+            with _keeping(out) if start is None else nullcontext():
+                try:
+                    cache = calibration.run()
+                except KeyboardInterrupt:
+                    note(_interrupted(calibration.cache(), out))
+                    raise click.exceptions.Exit(130) from None
+                _require_unchanged(folder, export, out)
         if cache.complete:
             calibration.forget()
         else:
             left = ", ".join(key for run in cache.runs for key in run.wanted if run.done.get(key) != run.wanted[key])
-            note(f"{out} is not complete: {left} is left from before; --resume with the options it was begun with")
+            note(f"{out} has what was asked for now; {left} is left from before: --resume with the options of then")
     for line in _words(cache, out):
         note(line)
     return cache
+
+
+@contextmanager
+def _keeping(out: Path) -> Iterator[None]:
+    """Keep the cache that stands at `out` until another is complete: beside it where that one is interrupted."""
+    spare = out.with_name(f"{out.stem}.before{out.suffix}")
+    if out.exists() and not spare.exists():
+        out.replace(spare)
+    try:
+        yield
+    except BaseException:
+        if spare.exists() and out.exists():
+            note(f"what stood there before is {spare}")
+        elif spare.exists():
+            spare.replace(out)
+        raise
+    spare.unlink(missing_ok=True)
+
+
+def _require_unchanged(folder: Path, export: "ExportManifest", out: Path) -> None:
+    """Remove a cache whose export was replaced while it was made. Raises ArtefactError."""
+    from trtdiff.errors import ArtefactError
+    from trtdiff.export.read import read_export
+
+    if read_export(folder) != export:
+        out.unlink()
+        raise ArtefactError("the export was replaced while it was calibrated", where=str(folder),
+                            hint="calibrate again, with --force")  # fmt: skip
 
 
 def _interrupted(cache: "Cache", out: Path) -> str:
@@ -243,7 +272,7 @@ def _import(export: "ExportManifest", folder: Path, out: Path, file: Path, compo
                 f"{', '.join(unknown[:3])}{' …' if len(unknown) > 3 else ''}"
             )
         cache = write_cache(out, cache)
-    note(f"{out}: {len(cache.components[component].values)} tensors of the {component}, for method max")
+    note(f"{out}: {len(cache.components[component].values)} tensors of the {component}")
     return cache
 
 
@@ -251,9 +280,12 @@ def _export(export: "ExportManifest", out: Path, file: Path, component: str, met
     from trtdiff.calibrate.cache import read_cache, require_same_model, statistics_of
     from trtdiff.calibrate.clips import clip_of
     from trtdiff.calibrate.tensorrt_text import write_scales
+    from trtdiff.errors import ArtefactError
 
     cache = read_cache(out)
     require_same_model(cache, export)
+    if not cache.complete:
+        raise ArtefactError(f"{out} is not finished", where=str(out), hint="go on with: trtdiff calibrate --resume")
     values = statistics_of(cache, component)
     inputs = {name for layer in cache.components[component].layers.values() for name in layer.inputs}
     found: Method = method or ("mse" if any(values[name].errors.get("int8") for name in inputs) else "max")

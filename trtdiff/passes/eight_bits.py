@@ -24,6 +24,8 @@ EightBits: TypeAlias = Literal["int8", "float8"]
 
 GRID = 2.0**0.25
 """Ratio of one clip that is tried to the next."""
+OCTAVE = 4
+"""Steps of the grid to a clip that is twice as high."""
 
 
 @dataclass(frozen=True)

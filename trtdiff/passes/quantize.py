@@ -23,7 +23,8 @@ Where they stand, by the rules of NVIDIA's "Explicit Quantization" [1] and of wh
    its largest magnitude, which follows from the channels', whatever the recipe's method: its rounding was not measured.
 
 A layer stays as it is where the recipe does not name its operator or keeps its module, where it is too small (`least`),
-where it is in a float32 island, and where its attention has a mask, or scores that float16 may not hold.
+where it is in a float32 island, where its attention has a mask, or scores that float16 may not hold, and where scales
+were imported, of which it has none. Those have no channels either, and nothing is smoothed.
 
 [1] https://docs.nvidia.com/deeplearning/tensorrt/latest/inference-library/quantized-types-explicit-quantization.html
 [2] https://github.com/NVIDIA/Model-Optimizer, examples/diffusers: quantizers of attention are off for other sizes
@@ -105,6 +106,7 @@ class _Work:
         self._graph, self._how, self._base, self._statistics = graph, how, base, statistics
         self._weights = FORMATS[how.weights]
         self._activations = FORMATS[how.activations] if how.activations else None
+        self._imported = bool(statistics) and all(seen.imported for seen in self._statistics.values())
         self._pairs: dict[ir.Value, ir.Value] = {}
         """A value → the same, rounded to 8 bits."""
         self._factors: dict[ir.Value, Array] = {}
@@ -128,21 +130,22 @@ class _Work:
             return f"the recipe quantizes no {layer.operator}"
         if KEEP in layer.node.metadata_props:
             return f"it stays in float32: {layer.node.metadata_props[KEEP]}"
-        for pattern, why in how.keep.items():
-            if fnmatchcase(layer.module, pattern):
-                return why
-        if layer.operator == "attention" and not layer.inner:
-            return "its heads are not known"
-        if min(layer.inner, layer.outer) < how.least:
-            return f"sums of {layer.inner} terms, {layer.outer} outputs: smaller than {how.least}"
-        return self._unfit_attention(layer) if layer.operator == "attention" else ""
+        if asked := [why for pattern, why in how.keep.items() if fnmatchcase(layer.module, pattern)]:
+            return asked[0]
+        read = [str(measured(layer, place).name) for place in layer.activations] if self._imported else []
+        if absent := [name for name in read if name not in self._statistics]:
+            return f"no scale of {absent[0]} was imported"
+        if layer.operator == "attention" and (unfit := self._unfit_attention(layer)):
+            return unfit
+        small = f"sums of {layer.inner} terms, {layer.outer} outputs: smaller than {how.least}"
+        return small if min(layer.inner, layer.outer) < how.least else ""
 
     def _unfit_attention(self, layer: Layer) -> str:
         node = layer.node
         if self._activations is None or self._activations.name != "float8":
             return "attention in int8 has no fused kernel"
-        if layer.inner % HEAD_MULTIPLE:
-            return f"its head size {layer.inner} is no multiple of {HEAD_MULTIPLE}"
+        if not layer.inner or layer.inner % HEAD_MULTIPLE:
+            return f"its head size, {layer.inner or 'unknown'}, is no multiple of {HEAD_MULTIPLE}"
         number = {name: node.attributes[name].value for name in node.attributes}
         if any(value is not None for value in node.inputs[_MASK:]) or number.get("is_causal") or number.get("softcap"):
             return "it has a mask or a cap"
@@ -265,7 +268,7 @@ class _Work:
     def smooth(self, chosen: list[Layer]) -> None:
         """Choose factors for everything that goes into the chosen linear layers, and into no others."""
         alpha = self._how.smooth
-        if alpha is None or self._activations is None:
+        if alpha is None or self._activations is None or self._imported:
             return
         readers: dict[ir.Value, list[Layer]] = {}
         for layer in chosen:
