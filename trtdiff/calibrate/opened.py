@@ -69,7 +69,7 @@ class Opened:
             run(model)
         check_graph(model)
         scratch.mkdir(parents=True)
-        write_graph(model, scratch).rename(scratch / MODEL)
+        write_graph(model, scratch, keep=False).rename(scratch / MODEL)
         self._session = backend.load(scratch)
         self._before = seen
         self._state = (done, seen.rows, measurement.totals(seen) if self.measures else {})
