@@ -22,7 +22,7 @@ from trtdiff.describe_cache import describe_sensitivity, layer_noises, plot_cach
 from trtdiff.errors import MissingDependency
 
 VALUES = {
-    "calm": Statistics((1.0, 2.0), (50.0, 50.0), (50, 50)),
+    "calm": Statistics((1.0, 2.0), (50.0, 50.0), (100, 50)),
     "wild": Statistics((8.0, 64.0), (1.0, 99.0), (50, 50)),
     "between": Statistics((100.0, 90.0), (1e6, 1e6), (200, 200)),
 }
@@ -33,7 +33,7 @@ LAYERS = {
 CACHE = Cache(
     CACHE_SCHEMA, "", Model("toy", "sd", "c" * 64, {"denoiser": "g"}, {"denoiser": {}}),
     Data("p" * 64, 3, "", 4, 7.5, 64, 64, "s" * 64, ((0, 500), (500, 1000))), "mse",
-    (Run(2, (2, 1), (Picture(4, "a cat"),), {"range": {"denoiser": 3}}, {"range": {"denoiser": 4}}),),
+    (Run(2, (3, 1), (Picture(4, "a cat"),), {"range": {"denoiser": 3}}, {"range": {"denoiser": 4}}),),
     {"denoiser": Component(2, VALUES, LAYERS, {"int8": {"a": Noise(1000.0, 1.0), "b": Noise(100.0, 1.0)}})}, {},
 )  # fmt: skip
 
@@ -51,7 +51,7 @@ def test_a_bar_is_a_share_of_the_largest():
 
 
 def test_risk_is_what_a_clip_at_the_largest_wastes():
-    assert risk(VALUES["calm"]) == 2
+    assert risk(VALUES["calm"]) == pytest.approx(2 / (100 / 150) ** 0.5)
     assert risk(VALUES["wild"]) == 64
     assert risk(Statistics((1.0,), (0.0,), (0,))) == 0
 
@@ -61,7 +61,7 @@ def test_a_cache_in_words(path):
     tables = {table.title: table for table in found.tables}
     assert found.facts["state"].startswith("not finished")
     assert found.facts["prompts"].startswith("3 (sha256")
-    assert tables["coverage"].rows == (("999 … 500", "1"), ("499 … 0", "2"))
+    assert tables["coverage"].rows == (("999 … 500", "1"), ("499 … 0", "2 of 3"))
     assert tables["passes"].rows == (("range", "3 of 4"),)
     assert tables["pictures (the first 10)"].rows == (("4", "a cat"),)
     assert [row[0] for row in tables["denoiser: largest tensors"].rows] == ["between", "wild", "calm"]

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from trtdiff.calibrate.cache import NOISE, Cache, Component, Noise, Statistics, require_same, sealed
 from trtdiff.calibrate.measurements import finished
 from trtdiff.errors import ArtefactError
-from trtdiff.passes.eight_bits import GRID, OCTAVE, EightBits
+from trtdiff.passes.eight_bits import GRID, OCTAVE
 
 
 def merge(one: Cache, other: Cache) -> tuple[Cache, tuple[str, ...]]:
@@ -102,7 +102,7 @@ def merged_statistics(one: Statistics, other: Statistics) -> Statistics:
     )
 
 
-def error_at(seen: Statistics, kind: EightBits, index: int) -> float:
+def error_at(seen: Statistics, kind: str, index: int) -> float:
     """Give what rounding loses at a clip of the grid that was tried, or at one higher than all that were.
 
     A higher one clips nothing, and was not measured. int8's steps grow with it, and their error with the square, up to
