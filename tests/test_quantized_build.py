@@ -14,6 +14,7 @@ from trtdiff.errors import ArtefactError, UsageError
 from trtdiff.export.read import read_export
 from trtdiff.lowered import read_graph
 from trtdiff.passes.layers import layers
+from trtdiff.passes.quantize import quantize
 from trtdiff.plan import make_plan
 from trtdiff.recipes import RECIPES
 from trtdiff.recipes.own import own_recipe
@@ -131,8 +132,9 @@ def test_scales_of_tensorrts_own_cache_are_those_of_the_graph(export, cache, tmp
     assert engine.realised["islands"] is not None
     plan = planned(export, "int8", mine)
     assert not plan.ranges.calibrates  # what stays in float32 is scanned: scales say nothing of sums
-    written = read_graph(Bundle.open(tmp_path / "q").engine("rounded", "denoiser") / "model.onnx").graph
-    steps = [node.inputs[1] for node in written if node.op_type == "QuantizeLinear"]
+    model, found = read_graph(export / "denoiser.onnx"), read_cache(mine).components["denoiser"].values
+    quantize(model, how=RECIPES["int8"].quantization, base="float16", statistics=found)
+    steps = [node.inputs[1] for node in model.graph if node.op_type == "QuantizeLinear"]
     used = {number(step) for step in steps}
     read = {layer.node.inputs[0].name for layer in quantized} - {lacking.name}
     assert sorted(used) == pytest.approx(sorted({scales[name] for name in read}), rel=1e-6)
