@@ -13,19 +13,30 @@ ONNX Runtime. The error is the relative L2 difference of the fresh predictions f
 as a user opens a model (all graph optimizations, which make integer kernels of INT8), and `as written` without any.
 Shares are of multiply-adds whose inputs are 8-bit: of convolutions and linear layers, and of attention's two products.
 
-Measured on two cores of an AMD EPYC beside other work on the same two (load 2 to 6), so that seconds are for comparing
-with each other only: `plain`, run five times in between, took 21 to 40 s (median 32) and 26 to 32 s of processor time.
-When the machine was idle, opening the model and 20 samples had taken 15.5 s.
+Measured on two cores of an AMD EPYC, one case after the other and nothing beside; the first run of each. The machine's
+own speed varies: `plain`, six times in between, took 11.3 to 15.8 s.
 
                              wall s  cpu s  peak GB   error  as written    share  attention
-    plain                        32     31     1.34
-    ort-minmax                   84     70     5.89  0.0826      0.0818  100.0 %    100.0 %
-    ort-percentile              246    202     4.73  0.0676      0.0679  100.0 %    100.0 %
-    modelopt-int8-max           145    137     8.96  0.0808      0.0807  100.0 %     10.7 %
-    modelopt-int8-entropy       140    141     8.96  0.0729      0.0725  100.0 %     10.7 %
-    modelopt-fp8-max            184    155     8.96  0.1522      0.1513   99.9 %    100.0 %
-    modelopt-fp8-entropy        229    168     9.27  0.1527      0.1533   99.9 %    100.0 %
+    plain                      15.8     26     1.35
+    trtdiff-int8-max           27.6     39     1.33  0.0568      0.0564   99.9 %      0.0 %
+    trtdiff-int8-mse           46.9     74     1.34  0.0444      0.0447   99.9 %      0.0 %
+    trtdiff-fp8-max            29.6     43     1.33  0.1157      0.1159   99.9 %      2.8 %
+    trtdiff-fp8-mse            62.3     89     1.43  0.1148      0.1148   99.9 %      2.8 %
+    plain                      14.2     25     1.34
+    ort-minmax                 62.9     80     5.88  0.0826      0.0818  100.0 %    100.0 %
+    ort-percentile            197.4    209     4.73  0.0676      0.0679  100.0 %    100.0 %
+    modelopt-int8-max         175.6    176     8.96  0.0808      0.0807  100.0 %     10.7 %
+    modelopt-fp8-max          196.0    215     8.96  0.1522      0.1513   99.9 %    100.0 %
+    modelopt-int8-entropy     166.0    171     8.96  0.0729      0.0725  100.0 %     10.7 %
+    plain                      11.3     20     1.34
 
+Again, with the calibration alone in brackets: plain 12.9, 11.7, 12.2; int8-max 30.8 (28.2), 25.9 (23.5); int8-mse 43.4
+(41.3). That is 2.0 times plain for max and 3.4 for mse. Of the 12 s that max takes beyond plain, 5 are the export's
+weights, read from the disk and written as they are multiplied, 3 are ONNX Runtime opening a graph with a thousand
+observers, and 2 are one more warm-up; the samples themselves take 1.07 times as long. So the ratio falls with their
+number, and with weights that the page cache holds (read and written in 0.8 s then).
+
+trtdiff quantizes attention's products where heads are multiples of 16: here they are 20, 40 and 80.
 For INT8, modelopt leaves attention over more than 512 tokens in float32. onnxruntime would keep every value of every
 sample for its percentiles; here it is told to take one sample at a time (CalibStridedMinMax).
 """
