@@ -80,7 +80,7 @@ def describe_cache(path: Path) -> Description:
     facts: dict[str, Any] = {
         "export": f"{model.export} ({model.family}, checkpoint {model.checkpoint[:12]})",
         "digest": cache.digest,
-        "state": "complete" if cache.complete else "not finished: trtdiff calibrate --resume goes on",
+        "state": "complete" if cache.complete else "not finished: --resume, with the same options, goes on",
         "samples": _samples(cache),
         "prompts": f"{data.prompt_count} (sha256 {data.prompts[:12]}); {len(_prompts(cache))} of them were used",
         "negative prompt": data.negative,
@@ -122,8 +122,11 @@ def describe_sensitivity(path: Path) -> Description:
 def _measured(path: Path) -> Cache:
     cache = read_cache(path)
     if not any(component.noise for component in cache.components.values()):
+        if cache.imported:
+            raise ArtefactError(f"its scales were imported from {cache.imported}, nothing was measured",
+                                where=str(path), hint="calibrate into another file, and inspect that")  # fmt: skip
         raise ArtefactError("the noise of layers was not measured", where=str(path),
-                            hint="add it: trtdiff calibrate --resume --sensitivity")  # fmt: skip
+                            hint="add it: the same trtdiff calibrate, with --resume --sensitivity")  # fmt: skip
     return cache
 
 
@@ -132,7 +135,9 @@ def _measured(path: Path) -> Cache:
 
 def _samples(cache: Cache) -> str:
     whole = sum(run.samples for run in cache.runs)
-    return f"{whole} of the denoiser" + (f", of {len(cache.runs)} calibrations" if len(cache.runs) > 1 else "")
+    seen = sum(run.done.get(RANGE, {}).get("denoiser", 0) for run in cache.runs)
+    many = str(whole) if seen == whole else f"{seen} of {whole}"
+    return f"{many} of the denoiser" + (f", of {len(cache.runs)} calibrations" if len(cache.runs) > 1 else "")
 
 
 def _prompts(cache: Cache) -> list[str]:

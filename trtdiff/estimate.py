@@ -107,7 +107,7 @@ def check_disk(writes: Mapping[Path, int], what: str = "the build") -> None:
         if needed[disk] > free:
             raise StorageError(
                 f"{what} writes about {size(needed[disk])}, the disk has {size(free)} free", where=str(folder),
-                hint="free some space, or choose another place with -o (and --store)"
+                hint="free some space, or write elsewhere (-o; a build has --store too)"
             )  # fmt: skip
 
 

@@ -157,8 +157,13 @@ class Tolerance:
     """Largest difference of 8-bit image values."""
 
     def __post_init__(self) -> None:
-        if not (all(0 <= bound < 1 for bound in (*self.components.values(), self.latents)) and 0 <= self.levels <= 255):
-            raise UsageError(f"not a tolerance: {self}")
+        relative = {**{f"components.{name}": bound for name, bound in self.components.items()}, "latents": self.latents}
+        wrong = {name: bound for name, bound in relative.items() if not 0 <= bound < 1}
+        if not 0 <= self.levels <= 255:
+            wrong["levels"] = self.levels
+        for name, bound in wrong.items():
+            raise UsageError(f"{bound} is no tolerance", where=f"tolerance.{name}",
+                             hint="relative ones are from 0 to less than 1, levels from 0 to 255")  # fmt: skip
 
     def component(self, name: str) -> float:
         """Give the bound of a component. Raises UsageError where none is stated."""

@@ -68,7 +68,7 @@ def replaced_folder(place: Path) -> Iterator[Path]:
             shutil.rmtree(leftover, ignore_errors=not leftover.exists())
         fresh.mkdir(parents=True)
     try:
-        with _filling(fresh, place):
+        with filling(fresh, place):
             yield fresh
         with storing(place):
             sync_tree(fresh)
@@ -85,7 +85,7 @@ def replaced_folder(place: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _filling(folder: Path, place: Path) -> Iterator[None]:
+def filling(folder: Path, place: Path) -> Iterator[None]:
     """Turn an OSError of whoever fills the folder into StorageError, if it is about writing and not about reading."""
     try:
         yield

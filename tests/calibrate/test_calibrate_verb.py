@@ -1,5 +1,6 @@
 """`trtdiff calibrate` on a toy: what it says, what it keeps, what it refuses."""
 
+import errno
 import json
 import shutil
 
@@ -104,7 +105,11 @@ def test_prompts_come_from_a_file(toy_folder, tmp_path, capsys):
         (["--samples", "0"], "0 samples"),
         (["--samples", "3"], "3 samples for 8 timestep bands"),
         (["--steps", "5"], "with 5 steps, no step falls into the timesteps 250 to 374, 625 to 749, 875 to 999"),
-        (["--steps", "0"], "a prompt and a step"),
+        (["--steps", "0"], "2 prompts, 0 steps"),
+        (["--steps", "100000"], "100000 steps, of a model that was trained on"),
+        (["--guidance", "nan"], "guidance nan"),
+        (["--height", "0"], "height 0 is not a multiple of"),
+        (["--width", "63"], "width 63 is not a multiple of"),
         (["--bands", "0"], "0 bands"),
         (["--prompts", "none.txt"], "cannot read the prompts"),
         (["--merge", "a.json", "--export-tensorrt", "b"], "one thing at a time"),
@@ -155,6 +160,81 @@ def test_tensorrts_own_format_goes_out_and_in(cache, toy_folder, tmp_path, capsy
     assert back["prediction"].largest == pytest.approx(values["prediction"].largest, rel=1e-6)
     assert run(["calibrate", str(toy_folder), "-o", str(again), "--import-tensorrt", str(text)]) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+def test_nothing_that_is_there_is_written_over(cache, toy_folder, tmp_path, capsys):
+    text, before = tmp_path / "calib.cache", cache.read_bytes()
+    calibrate = ["calibrate", str(toy_folder), "-o", str(cache)]
+    assert run([*calibrate, "--export-tensorrt", str(cache), "--force"]) == 2
+    assert run([*calibrate, "--export-tensorrt", str(text)]) == 0
+    scales = text.read_bytes()
+    assert run([*calibrate, "--export-tensorrt", str(text)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert run([*calibrate, "--export-tensorrt", str(text), "--force"]) == 0
+    assert run(["calibrate", str(toy_folder), "-o", str(text), "--import-tensorrt", str(text), "--force"]) == 2
+    assert (cache.read_bytes(), text.read_bytes()) == (before, scales)
+    assert run(["calibrate", str(toy_folder), "-o", str(tmp_path), *FEW]) == 2
+    assert "is a folder" in capsys.readouterr().err
+
+
+def test_an_interrupted_new_beginning_keeps_what_stood_there(cache, toy_folder, monkeypatch, capsys):
+    """Beside it where the new one has seen something; in its place where it has not."""
+    before, spare, execute = cache.read_bytes(), cache.with_name("toy.before.json"), Opened.run
+    command = ["calibrate", str(toy_folder), "-o", str(cache), *FEW, "--seed", "5"]
+    for limit, kept in ((0, cache), (9, spare)):
+        executions = iter(range(100))
+
+        def interrupted(self, feeds, executions=executions, limit=limit):
+            if next(executions) == limit:
+                raise KeyboardInterrupt
+            return execute(self, feeds)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Opened, "run", interrupted)
+            assert run([*command, "--force"]) == 130
+        assert kept.read_bytes() == before
+    assert f"what stood there before is {spare}" in capsys.readouterr().err
+    assert run([*command, "--resume"]) == 0
+    assert read_cache(cache).complete
+    assert not spare.exists()
+
+
+def test_a_full_disk_and_a_lost_export_are_said(toy_folder, tmp_path, monkeypatch, capsys):
+    command = ["calibrate", "-o", str(tmp_path / "toy.json"), *FEW]
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trtdiff.calibrate.opened.write_graph", full)
+        assert run([*command, str(toy_folder)]) == 1
+    said = capsys.readouterr().err
+    assert "No space left on device" in said
+    assert "to do: free some space" in said
+    assert not (tmp_path / "toy.json").exists()
+
+    def lost(*_, **__):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "weights/unet.safetensors")
+
+    monkeypatch.setattr("trtdiff.calibrate.opened.write_graph", lost)
+    assert run([*command, str(toy_folder)]) == 4
+    assert "a file of the export is gone: weights/unet.safetensors" in capsys.readouterr().err
+
+
+def test_an_export_that_is_replaced_meanwhile_leaves_no_cache(toy_folder, tmp_path, monkeypatch, capsys):
+    copied = shutil.copytree(toy_folder, tmp_path / "export")
+    about, execute = copied / "export.json", Opened.run
+
+    def replacing(self, feeds):
+        about.write_text(
+            about.read_text().replace('"name": "toy"', '"name": "other"').replace('"name":"toy"', '"name":"other"')
+        )
+        return execute(self, feeds)
+
+    monkeypatch.setattr(Opened, "run", replacing)
+    assert run(["calibrate", str(copied), "-o", str(tmp_path / "toy.json"), *FEW]) == 4
+    assert "replaced while it was calibrated" in capsys.readouterr().err
+    assert not (tmp_path / "toy.json").exists()
 
 
 def test_inspect_shows_a_cache_and_its_sensitivity(cache, tmp_path, capsys):

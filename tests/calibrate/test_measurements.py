@@ -137,6 +137,15 @@ def test_noise_is_that_of_a_layer_on_rounded_operands(seen, values, toy, kind):
     def clip(name):
         return clip_of(seen.values[name], kind, "mse")
 
+    def smoothing(operand, values):
+        """SmoothQuant, eq. 4 with half of it, of all linear layers that read the operand; only ratios matter."""
+        readers = [weights[name] for name, read in toy.layers.items() if read == operand and weights[name].ndim == 2]
+        largest = np.max([np.abs(weight).max(axis=0) for weight in readers], axis=0)
+        channels = np.max([np.abs(one[operand]).reshape(-1, len(largest)).max(axis=0) for one in values], axis=0)
+        factors = np.sqrt(channels / largest)
+        return factors / np.exp(np.log(factors).mean()), channels
+
+    assert ("blocks.heads/Attention" in seen.noise[kind]) == (kind == "float8")
     for name, noise in seen.noise[kind].items():
         result = name.split("/")[0].removeprefix("blocks.")
         signal, lost = 0.0, 0.0
@@ -145,8 +154,12 @@ def test_noise_is_that_of_a_layer_on_rounded_operands(seen, values, toy, kind):
                 parts = [rounded(one[part], clip(part), kind) for part in ("query", "key", "value")]
                 noisy = toy.attention(*parts)
             else:
-                weight = rounded_weight(weights[result], kind)
-                operand = rounded(one[toy.layers[result]], clip(toy.layers[result]), kind)
+                read, weight = toy.layers[result], weights[result]
+                operand, top = one[read], clip(read)
+                if kind == "int8" and weight.ndim == 2:
+                    factors, channels = smoothing(read, values)
+                    operand, weight, top = operand / factors, weight * factors, (channels / factors).max()
+                weight, operand = rounded_weight(weight, kind), rounded(operand, top, kind)
                 noisy = toy.convolution(operand, weight) if weight.ndim == 4 else operand @ weight.T
             signal += np.sum(one[result] ** 2)
             lost += np.sum((noisy - one[result]) ** 2)

@@ -161,7 +161,8 @@ class Calibration:
         finally:
             self._cache = self.cache()
             self._sessions = []
-            self._save(self._cache)
+            if any(count for counts in self._cache.runs[0].done.values() for count in counts.values()):
+                self._save(self._cache)
         whole = {name: finished(component) for name, component in self._cache.components.items()}
         self._cache = sealed(replace(self._cache, components=whole))
         self._save(self._cache)

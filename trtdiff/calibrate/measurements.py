@@ -12,6 +12,7 @@ samples in 8 bands that makes 1.44 times plain inference for `max` (1.07 without
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,9 +28,11 @@ from trtdiff.passes.layer_noise import NOISE as NOISE_OUTPUT
 from trtdiff.passes.layer_noise import Rounded, add_layer_noise
 from trtdiff.passes.layers import Layer, layers
 from trtdiff.passes.observe import observe
+from trtdiff.passes.quantize import smoothing_factors
 from trtdiff.passes.rounding_errors import ERRORS, Candidate, add_rounding_errors
 from trtdiff.passes.statistics import STATISTICS, Place, amax
-from trtdiff.recipes.quantization import Method
+from trtdiff.passes.weights_in_8_bits import channel_maxima
+from trtdiff.recipes.quantization import ALPHA, Method
 from trtdiff.types import Array
 
 if TYPE_CHECKING:
@@ -271,27 +274,47 @@ class Counts(Measurement):
 
 
 class LayerNoise(Measurement):
-    """What rounding its operands does to the result of every layer."""
+    """What rounding its operands does to the result of every layer, as the built-in recipes round them.
+
+    So int8 is smoothed in linear layers, and says nothing of attention.
+    """
 
     name = NOISE
     lean = True
 
     def __init__(self, seen: Component, formats: Sequence[EightBits], method: Method) -> None:
         self._seen, self._formats, self._method = seen, formats, method
-        self._layers: list[str] = []
+        self._layers: dict[str, str] = {}
+        """Layer → operator."""
 
     def prepare(self, model: "ir.Model") -> bool:
         """Repeat every layer on rounded operands."""
-        asked = []
-        for layer in layers(model.graph):
-            values = [self._seen.values[str(measured(layer, place).name)] for place in layer.activations]
-            asked.append((layer, [
-                Rounded(name, tuple(clip_of(value, name, self._method) for value in values)) for name in self._formats
-            ]))  # fmt: skip
-            self._layers.append(layer.name)
+        found = list(layers(model.graph))
+        self._layers = {layer.name: layer.operator for layer in found}
+        factors = self._factors(found) if "int8" in self._formats else {}
+        asked = [(layer, [self._rounded(layer, name, factors) for name in self._formats]) for layer in found]
         if asked:
             add_layer_noise(model.graph, asked)
         return bool(asked)
+
+    def _rounded(self, layer: Layer, name: EightBits, factors: Mapping[str, Array]) -> Rounded:
+        values = [(str(value.name), self._seen.values[str(value.name)]) for value in map(
+            partial(measured, layer), layer.activations)]  # fmt: skip
+        if name == "int8" and layer.operator == "linear":
+            ((value, seen),) = values
+            return Rounded(name, (float((np.array(seen.channels) / factors[value]).max()),), factors[value])
+        return Rounded(name, tuple(clip_of(seen, name, self._method) for _, seen in values))
+
+    def _factors(self, found: Sequence[Layer]) -> dict[str, Array]:
+        """Give the factors of everything that goes into linear layers."""
+        readers: dict[str, list[Array]] = {}
+        for layer in found:
+            if layer.operator == "linear" and layer.weight is not None:
+                readers.setdefault(str(measured(layer, 0).name), []).append(channel_maxima(layer.weight))
+        return {
+            name: smoothing_factors(np.array(self._seen.values[name].channels), np.max(weights, axis=0), ALPHA)
+            for name, weights in readers.items()
+        }
 
     def read(self, outputs: dict[str, Array]) -> dict[str, Array]:
         """Give signal and noises of every layer."""
@@ -312,7 +335,11 @@ class LayerNoise(Measurement):
         """Give a cache that holds these."""
         table: list[list[float]] = totals["noise"].tolist()
         noise: dict[str, Mapping[str, Noise]] = {
-            name: {layer: Noise(row[0], row[column]) for layer, row in zip(self._layers, table, strict=True)}
+            name: {
+                layer: Noise(row[0], row[column])
+                for (layer, operator), row in zip(self._layers.items(), table, strict=True)
+                if name != "int8" or operator != "attention"
+            }
             for column, name in enumerate(self._formats, start=1)
         }
         return replace(seen, noise={**seen.noise, **noise})

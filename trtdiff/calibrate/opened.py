@@ -8,11 +8,12 @@ from typing import Any
 from trtdiff.backends.onnxruntime import MODEL, OnnxRuntime
 from trtdiff.calibrate.cache import Component
 from trtdiff.calibrate.measurements import Measurement
-from trtdiff.errors import NonFiniteError
+from trtdiff.errors import ArtefactError, NonFiniteError
 from trtdiff.lowered import read_graph, write_graph
 from trtdiff.passes.check_graph import check_graph
 from trtdiff.passes.widen_weights import widen_weights
 from trtdiff.types import Array
+from trtdiff.whole import filling
 
 
 class _Measuring(OnnxRuntime):
@@ -69,8 +70,13 @@ class Opened:
         for run in (widen_weights, *map(named, backend.passes)):
             run(model)
         check_graph(model)
-        scratch.mkdir(parents=True)
-        write_graph(model, scratch, keep=False).rename(scratch / MODEL)
+        try:
+            with filling(scratch, scratch):
+                scratch.mkdir(parents=True)
+                write_graph(model, scratch, keep=False).rename(scratch / MODEL)
+        except FileNotFoundError as error:
+            raise ArtefactError(f"a file of the export is gone: {error.filename}", where=str(graph),
+                                hint="bring it back, or export again") from None  # fmt: skip
         self._session = backend.load(scratch)
         self._before = seen
         self._state = (done, seen.rows, measurement.totals(seen) if self.measures else {})

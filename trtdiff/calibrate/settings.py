@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import isfinite
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ import trtdiff
 from trtdiff.backends.onnxruntime import OnnxRuntime
 from trtdiff.calibrate.cache import COUNT, ERROR, NOISE, RANGE
 from trtdiff.calibrate.prompts import NEGATIVE, prompts_for
+from trtdiff.calibrate.samples import TIMESTEPS
 from trtdiff.digest import code_digest
 from trtdiff.errors import UsageError
 from trtdiff.export.manifest import ExportManifest
@@ -69,7 +71,10 @@ class ScanSettings:
 
     def __post_init__(self) -> None:
         if not self.prompts or self.steps < 1:
-            raise UsageError("a scan needs a prompt and a step", where=f"{self.prompts}, {self.steps} steps")
+            raise UsageError(f"{len(self.prompts)} prompts, {self.steps} steps: nothing is executed", where="--steps",
+                             hint=f"ask for one step at least, better for {SAMPLE_STEPS}")  # fmt: skip
+        if not isfinite(self.guidance):
+            raise UsageError(f"guidance {self.guidance}", where="--guidance", hint="a number, often 3 to 8; 1 is none")
 
     @property
     def branches(self) -> int:
@@ -95,9 +100,18 @@ def _filled(export: ExportManifest, given: Mapping[str, Any], kind: type[S], wha
         "height": facts.latent.height, "width": facts.latent.width,
     }  # fmt: skip
     try:
-        return msgspec.convert({**own, **given}, kind)
+        made = msgspec.convert({**own, **given}, kind)
     except msgspec.ValidationError as error:
         raise UsageError(f"not the settings of {what}: {error}", where=str(dict(given))) from None
+    for name, pixels in (("height", made.height), ("width", made.width)):
+        if pixels < 1 or pixels % facts.sizes_multiple_of:
+            raise UsageError(f"{name} {pixels} is not a multiple of {facts.sizes_multiple_of}", where=f"--{name}",
+                             hint=f"the checkpoint's own is {own[name]}")  # fmt: skip
+    most = int(export.scheduler.get("num_train_timesteps") or TIMESTEPS)
+    if made.steps > most:
+        raise UsageError(f"{made.steps} steps, of a model that was trained on {most} timesteps", where="--steps",
+                         hint=f"often {SAMPLE_STEPS} to 50")  # fmt: skip
+    return made
 
 
 SAMPLES = 64

@@ -11,7 +11,6 @@ to 10 wrote and read [1], and what tools around it exchange. It knows nothing bu
 
 import struct
 from collections.abc import Mapping
-from math import isfinite
 from pathlib import Path
 
 from trtdiff.errors import ArtefactError, UsageError
@@ -20,6 +19,10 @@ from trtdiff.records import whole_file
 
 HEADER = "TRT-101300-EntropyCalibration2"
 """What is written; any header that begins like it is read."""
+
+
+LEAST, MOST = 2.0**-126, 2.0**120
+"""Scales that can be divided and multiplied by in float32; 0 besides, of a tensor that is always 0."""
 
 
 def write_scales(path: Path, clips: Mapping[str, float]) -> None:
@@ -53,7 +56,7 @@ def read_scales(path: Path) -> dict[str, float]:
             (scale,) = struct.unpack(">f", bytes.fromhex(text.strip()))
         except (ValueError, struct.error):
             scale = float("nan")
-        if not colon or not name or not isfinite(scale) or scale < 0:
+        if not colon or not name or not (scale == 0 or LEAST <= scale <= MOST):
             raise ArtefactError(f"not a tensor and its scale: {line[:80]!r}", where=f"{path}:{number}", hint=hint)
         if name in clips:
             raise ArtefactError(f"the tensor {name} stands there twice", where=f"{path}:{number}", hint=hint)

@@ -103,7 +103,7 @@ def calibrate(
     elif import_tensorrt is not None:
         cache = _import(export, folder, out, import_tensorrt, component, force=force)
     elif export_tensorrt is not None:
-        cache = _export(export, out, export_tensorrt, component, given["method"])
+        cache = _export(export, out, export_tensorrt, component, given["method"], force=force)
     else:
         asked = {name: value for name, value in given.items() if value is not None}
         if precisions:
@@ -150,6 +150,8 @@ def _calibrate(
     def save(cache: "Cache") -> None:
         write_cache(out, cache)
 
+    if out.is_dir():
+        raise UsageError(f"{out} is a folder", where="-o", hint=f"name a file, as in {out / export.name}.json")
     with locked(out, note):
         if force:
             shutil.rmtree(work, ignore_errors=True)
@@ -177,6 +179,7 @@ def _calibrate(
                 _require_unchanged(folder, export, out)
         if cache.complete:
             calibration.forget()
+            _spare(out).unlink(missing_ok=True)
         else:
             left = ", ".join(key for run in cache.runs for key in run.wanted if run.done.get(key) != run.wanted[key])
             note(f"{out} has what was asked for now; {left} is left from before: --resume with the options of then")
@@ -188,7 +191,7 @@ def _calibrate(
 @contextmanager
 def _keeping(out: Path) -> Iterator[None]:
     """Keep the cache that stands at `out` until another is complete: beside it where that one is interrupted."""
-    spare = out.with_name(f"{out.stem}.before{out.suffix}")
+    spare = _spare(out)
     if out.exists() and not spare.exists():
         out.replace(spare)
     try:
@@ -199,7 +202,10 @@ def _keeping(out: Path) -> Iterator[None]:
         elif spare.exists():
             spare.replace(out)
         raise
-    spare.unlink(missing_ok=True)
+
+
+def _spare(out: Path) -> Path:
+    return out.with_name(f"{out.stem}.before{out.suffix}")
 
 
 def _require_unchanged(folder: Path, export: "ExportManifest", out: Path) -> None:
@@ -215,6 +221,8 @@ def _require_unchanged(folder: Path, export: "ExportManifest", out: Path) -> Non
 
 def _interrupted(cache: "Cache", out: Path) -> str:
     (run,) = cache.runs
+    if not out.exists():
+        return "interrupted before anything was seen; nothing was written"
     seen = {key: counts.get("denoiser", 0) for key, counts in run.done.items() if any(counts.values())}
     done = ", ".join(f"{key} {count} of {run.wanted[key]['denoiser']}" for key, count in seen.items()) or "none"
     return f"interrupted; {out} keeps what is done (samples by pass: {done}); add --resume to the same command to go on"
@@ -261,10 +269,9 @@ def _import(export: "ExportManifest", folder: Path, out: Path, file: Path, compo
     from trtdiff.whole import locked
 
     with locked(out, note):
-        if out.exists() and not force:
-            raise UsageError(
-                f"{out} is there already", where="-o", hint="name another file, or replace it with --force"
-            )
+        if out.exists() and (not force or file.resolve() == out.resolve()):
+            raise UsageError(f"{out} is there already", where="-o",
+                             hint="name another file, or replace it (not the import itself) with --force")  # fmt: skip
         cache, unknown = imported_cache(export, folder, component, read_scales(file), source=file.name)
         if unknown:
             note(
@@ -272,16 +279,23 @@ def _import(export: "ExportManifest", folder: Path, out: Path, file: Path, compo
                 f"{', '.join(unknown[:3])}{' …' if len(unknown) > 3 else ''}"
             )
         cache = write_cache(out, cache)
+    if zeros := sum(seen.largest == 0 for seen in cache.components[component].values.values()):
+        note(f"warning: {zeros} scales are 0: these tensors are taken to be 0 always")
     note(f"{out}: {len(cache.components[component].values)} tensors of the {component}")
     return cache
 
 
-def _export(export: "ExportManifest", out: Path, file: Path, component: str, method: "Method | None") -> "Cache":
+def _export(
+    export: "ExportManifest", out: Path, file: Path, component: str, method: "Method | None", *, force: bool
+) -> "Cache":
     from trtdiff.calibrate.cache import read_cache, require_same_model, statistics_of
     from trtdiff.calibrate.clips import clip_of
     from trtdiff.calibrate.tensorrt_text import write_scales
-    from trtdiff.errors import ArtefactError
+    from trtdiff.errors import ArtefactError, UsageError
 
+    if file.exists() and (not force or file.resolve() == out.resolve()):
+        raise UsageError(f"{file} is there already", where="--export-tensorrt",
+                         hint="name another file, or replace it (not the cache itself) with --force")  # fmt: skip
     cache = read_cache(out)
     require_same_model(cache, export)
     if not cache.complete:

@@ -2,8 +2,8 @@
 
 Each layer stands in the graph a second time, on operands that were rounded; its inputs are the exact ones, so that the
 noise of one layer is not that of those before it. Weights are rounded while the graph runs, and only when the layer's
-turn comes: their scale is multiplied by a 1 that is made from the layer's input. Otherwise a runtime would compute them
-all when it opens the graph, and hold every weight twice.
+turn comes: their scale, and what smooths them, is multiplied by a 1 that is made from the layer's input. Otherwise a
+runtime would compute them all when it opens the graph, and hold every weight twice.
 
 Numbers of weights are divided by their scales and rounded with scale 1: a `QuantizeLinear` with a scale for each of the
 last axis works element by element, and one to float8 has no vectors (see `rounding_errors`).
@@ -22,6 +22,7 @@ from trtdiff.passes.layers import Layer
 from trtdiff.passes.observe import readable
 from trtdiff.passes.rounding_errors import float8_magnitude, read_back
 from trtdiff.passes.tape import Tape
+from trtdiff.types import Array
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -39,6 +40,8 @@ class Rounded:
     format: EightBits
     clips: tuple[float, ...]
     """One an input that is an activation; 0: it is always 0."""
+    factors: Array | None = None
+    """What smoothing divides the channels of a linear layer's input by, and multiplies its weight by: [in] float32."""
 
 
 def add_layer_noise(graph: "ir.Graph", asked: Sequence[tuple[Layer, Sequence[Rounded]]]) -> None:
@@ -76,6 +79,10 @@ def _product(tape: Tape, graph: "ir.Graph", layer: Layer, how: Rounded) -> "ir.V
     stored = layer.weight.const_value if layer.weight is not None else None
     assert stored is not None, "a weight of a layer"  # noqa: S101 - as above
     others = tape.ints(*(place for place in range(len(stored.shape)) if place != axis))
+    if how.factors is not None:
+        value = tape.op("Mul", value, tape.constant(1 / how.factors))
+        late = tape.op("Mul", tape.constant(np.expand_dims(how.factors, axis)), _one(tape, graph, value))
+        weight = tape.op("Mul", weight, late)
     largest = tape.op("ReduceMax", weight, others, keepdims=1)
     least = tape.op("ReduceMin", weight, others, keepdims=1)
     magnitude = tape.op("Max", largest, tape.op("Neg", least))

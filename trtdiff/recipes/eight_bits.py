@@ -28,7 +28,7 @@ from dataclasses import replace
 
 from trtdiff.recipes.base import PrecisionRecipe
 from trtdiff.recipes.half import FP16
-from trtdiff.recipes.quantization import Quantization
+from trtdiff.recipes.quantization import ALPHA, Quantization
 from trtdiff.types import Tolerance
 
 _LATENT = "it reads or writes the latent itself, where every error is an error of the picture"
@@ -50,7 +50,7 @@ INT8 = PrecisionRecipe(
     summary="int8 convolutions and linear layers (SmoothQuant, alpha 0.5), float16 for all else",
     computes_in=FP16.computes_in,
     passes=FP16.passes,
-    quantization=Quantization("int8", "int8", keep=ENDS, method="mse", smooth=0.5),
+    quantization=Quantization("int8", "int8", keep=ENDS, method="mse", smooth=ALPHA),
     tolerance=Tolerance(components={**FP16.tolerance.components, "denoiser": 0.7}, latents=0.2, levels=120),
 )
 FP8 = PrecisionRecipe(

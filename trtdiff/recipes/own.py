@@ -15,7 +15,7 @@ Without `based_on`, `base` ("fp16", "bf16", "fp32") and the quantization's `weig
 """
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -85,9 +85,12 @@ def _quantization(file: _File, start: Quantization | None, where: str) -> Quanti
         return start
     if "keep" in given:
         asked = given["keep"]
-        if isinstance(asked, Sequence) and not isinstance(asked, str):
-            asked = dict.fromkeys(map(str, asked), _ASKED)
-        given["keep"] = {**(start.keep if start else {}), **asked} if isinstance(asked, Mapping) else asked
+        if not isinstance(asked, list | Mapping) or not all(isinstance(it, str) and it for it in asked):
+            raise UsageError(f"{asked!r} is no list of module patterns", where=f"{where}: quantization.keep",
+                             hint='write it as keep = ["mid_block.*"]')  # fmt: skip
+        if isinstance(asked, list):
+            asked = dict.fromkeys(asked, _ASKED)
+        given["keep"] = {**(start.keep if start else {}), **asked}
     plain = {} if start is None else msgspec.to_builtins(start)
     made: Quantization = _read({**plain, **given}, Quantization, f"{where}: quantization")
     return made

@@ -9,6 +9,8 @@ from trtdiff.passes.eight_bits import EightBits
 from trtdiff.passes.layers import Operator
 
 Method: TypeAlias = Literal["max", "mse", "percentile"]
+ALPHA = 0.5
+"""SmoothQuant's, of int8: the paper's own choice for most networks."""
 
 
 @dataclass(frozen=True)
