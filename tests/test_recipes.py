@@ -37,5 +37,5 @@ def test_the_first_pattern_that_matches_holds():
 @pytest.mark.parametrize("numbers", [(1.0, 0.1, 1), (0.1, 1.0, 1), (0.1, 0.1, 256), (-0.1, 0.1, 1)])
 def test_what_is_no_tolerance(numbers):
     component, latents, levels = numbers
-    with pytest.raises(UsageError, match="not a tolerance"):
+    with pytest.raises(UsageError, match="is no tolerance"):
         Tolerance(components={"*": component}, latents=latents, levels=levels)
