@@ -113,8 +113,8 @@ class Calibration:
         """`work` is a folder of ours for the recording and scratch files; `start` an unfinished cache to go on from.
 
         `save` is given the cache every few seconds, and when `run` ends or is interrupted and has seen something.
-        Raises UsageError where a
-        band of the schedule would stay empty, ArtefactError where `start` is of something else.
+        Raises UsageError where a band of the schedule would stay empty, ArtefactError where `start` is of something
+        else.
         """
         self._export, self._settings, self._work = export, settings, work
         self._manifest = read_record(export / EXPORT_FILE, ExportManifest, schema=EXPORT_SCHEMA)
