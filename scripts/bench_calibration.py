@@ -13,8 +13,8 @@ ONNX Runtime. The error is the relative L2 difference of the fresh predictions f
 as a user opens a model (all graph optimizations, which make integer kernels of INT8), and `as written` without any.
 Shares are of multiply-adds whose inputs are 8-bit: of convolutions and linear layers, and of attention's two products.
 
-Measured on two cores of an AMD EPYC, one case after the other and nothing beside; the first run of each. The machine's
-own speed varies: `plain`, six times in between, took 11.3 to 15.8 s.
+Measured on two cores of an AMD EPYC, one case after the other, with a few seconds of small work beside the first five.
+The machine's own speed varies: `plain`, six times in between, took 11.3 to 15.8 s.
 
                              wall s  cpu s  peak GB   error  as written    share  attention
     plain                      15.8     26     1.35
