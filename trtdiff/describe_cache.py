@@ -250,14 +250,20 @@ def _draw_schedule(cache: Cache, axes: "Axes") -> None:
 
 def _draw_sensitivity(cache: Cache, axes: "Axes") -> None:
     every = [layer for layer in layer_noises(cache) if isfinite(layer.decibels)]
+    named: list[str] = []
     for kind in dict.fromkeys(layer.format for layer in every):
         mine = [layer for layer in every if layer.format == kind]
         sizes = [8 + 4000 * layer.share for layer in mine]
         axes.scatter(range(len(mine)), [layer.decibels for layer in mine], s=sizes, alpha=0.6, label=kind)
-        for rank, (place, layer) in enumerate(sorted(enumerate(mine), key=lambda item: item[1].decibels)[:3]):
-            axes.annotate(layer.where, (place, layer.decibels), xytext=(4, -8 * rank), textcoords="offset points",
-                          fontsize=6)  # fmt: skip
+        worst = sorted(enumerate(mine), key=lambda item: item[1].decibels)[:SHOWN]
+        for rank, (place, layer) in enumerate(worst, start=1):
+            axes.annotate(str(rank), (place, layer.decibels), xytext=(0, -7), textcoords="offset points",
+                          fontsize=6, ha="center", va="top")  # fmt: skip
+        named += [f"the worst in {kind}", *(f"{rank:2}  {layer.decibels:5.1f} dB  {layer.where}"
+                                            for rank, (_, layer) in enumerate(worst, start=1)), ""]  # fmt: skip
     axes.set(xlabel="layer, in the order of the graphs (area: share of the multiply-adds)",
              ylabel="signal-to-quantization-noise ratio, dB",
              title=f"{cache.model.export}: what rounding to 8 bits does to each layer")  # fmt: skip
+    axes.annotate("\n".join(named), (1, 1), xytext=(8, 0), xycoords="axes fraction", textcoords="offset points",
+                  fontsize=6, family="monospace", va="top", annotation_clip=False)  # fmt: skip
     axes.legend()

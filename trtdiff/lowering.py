@@ -184,7 +184,8 @@ def _quantize(
     found = quantize(model, how=how, base=computes_in, statistics=seen.values if seen else {})
     check_graph(model)
     if not found.layers:
-        raise BuildError(f"none of its {len(found.kept)} layers is quantized: the recipe keeps them all", where=graph,
+        why = ", ".join(f"{count}: {why}" for why, count in Counter(found.kept.values()).most_common(_SHOWN))
+        raise BuildError(f"none of its {len(found.kept)} layers is quantized ({why})", where=graph,
                          hint="keep fewer modules in the recipe, or ask for its base precision")  # fmt: skip
     told: dict[str, Any] = {"layers": dict(Counter(found.layers.values())), "kept": found.kept}
     if seen is not None and how.activations is not None and how.activations in seen.noise:

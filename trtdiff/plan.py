@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import trtdiff
-from trtdiff.backends import TARGETS, Backend, target_backend
-from trtdiff.backends.options import NO_OPTIONS, BuilderOptions, flag
+from trtdiff.asked import check_components, check_sizes, islands_of, options_of, recipes_of
+from trtdiff.backends import Backend, target_backend
+from trtdiff.backends.options import NO_OPTIONS, BuilderOptions
 from trtdiff.calibrate.fitting import read_fitting_cache, uncovered
 from trtdiff.digest import code_digest
 from trtdiff.errors import MissingDependency, UsageError
@@ -21,14 +22,12 @@ from trtdiff.lowering import HALVES, PROLOGUES
 from trtdiff.machine import installed
 from trtdiff.manifest import EngineSpec, RangesSpec, SamplersSpec, as_json, key_of
 from trtdiff.profiles import resolve
-from trtdiff.recipes import RECIPES, SCANNED, PrecisionRecipe, builds, precisions_of, recipe
+from trtdiff.recipes import SCANNED, PrecisionRecipe
 from trtdiff.types import DimRange, ShapeProfile, Tolerance
 
 CONTRACT = ShapeProfile({"window": DimRange(1, 3, 48), "branches": DimRange(1, 2, 2)})
 """Dimensions that the sampler prologue adds: slots of the latent log (samplers look back 16 entries of 3 at most), and
 guidance branches."""
-EXACT = "fp32"
-"""Precision of a target that lacks the one which another target of the bundle is built in."""
 _PROLOGUE_DIMS = {"denoiser": ("window", "branches"), "vae_decoder": ("window",)}
 _LOWERING_LIBRARIES = ("onnx", "onnx-ir", "ml_dtypes", "numpy")
 _SAMPLERS_LIBRARIES = ("diffusers", "torch", "numpy", "scipy")
@@ -175,14 +174,14 @@ def make_plan(
     component, or one that cannot be had together. ArtefactError: a cache of something else. MissingDependency.
     """
     sizes = resolve(profile, family(export.family).profile(export.facts))
-    _check_sizes(sizes, export.facts.sizes_multiple_of)
+    check_sizes(sizes, export.facts.sizes_multiple_of)
     tokens = max((facts.limit for facts in export.facts.tokens.values()), default=1)
     ranges = {**sizes.dims, "tokens": DimRange(tokens, tokens, tokens), **CONTRACT.dims}
-    recipes, remarks = _precisions(precision, targets)
-    taken, more = _options(options, recipes)
-    islands = _islands(export, keep)
+    recipes, remarks = recipes_of(precision, targets)
+    taken, more = options_of(options, recipes)
+    islands = islands_of(export, keep)
     for chosen in recipes.values():
-        _check_components(chosen, [part.name for part in export.components])
+        check_components(chosen, [part.name for part in export.components])
     calibrated = next((chosen for chosen in recipes.values() if chosen.calibrated), None)
     digest, scan = "", None
     scans = range_scan and any(chosen.computes_in in SCANNED for chosen in recipes.values())
@@ -222,95 +221,6 @@ def make_plan(
         recipe=precision if isinstance(precision, PrecisionRecipe) and precision.file else None,
         remarks=(*remarks, *more),
     )
-
-
-# --- what was asked for, and of whom ---------------------------------------------------------------------------------
-
-
-def _precisions(
-    asked: str | PrecisionRecipe | None, targets: Sequence[str]
-) -> tuple[dict[str, PrecisionRecipe], list[str]]:
-    """Give every target its recipe, and say where that is not the one that was asked for."""
-    backends = {target: target_backend(target) for target in dict.fromkeys(targets)}
-    if not backends:
-        raise UsageError("no target to build for", where="--target", hint=f"known: {', '.join(TARGETS)}")
-    _check_once(backends)
-    if asked is None:
-        usual = {target: recipe(precisions_of(backend)[0]) for target, backend in backends.items()}
-        _check_possible(usual, backends)
-        return usual, []
-    chosen = recipe(asked) if isinstance(asked, str) else asked
-    lacking = [target for target, backend in backends.items() if not builds(backend, chosen)]
-    for target in lacking:
-        known = precisions_of(backends[target])
-        if len(lacking) == len(backends) or EXACT not in known:
-            able = ", ".join(other for other in TARGETS if builds(target_backend(other), chosen)) or "no target"
-            raise UsageError(
-                f"target {target} is not built in {chosen.name}", where="--precision",
-                hint=f"for this target: {', '.join(known)}; {chosen.name} is built for: {able}"
-            )  # fmt: skip
-    recipes = {target: RECIPES[EXACT] if target in lacking else chosen for target in backends}
-    _check_possible(recipes, backends)
-    return recipes, [f"target {target} has no {chosen.name}; its engines are {EXACT}" for target in lacking]
-
-
-def _check_possible(recipes: Mapping[str, PrecisionRecipe], backends: Mapping[str, Backend]) -> None:
-    """Refuse what no engine of a target can be."""
-    for target, backend in backends.items():
-        chosen = recipes[target]
-        word = "bf16" if chosen.computes_in == "bfloat16" else chosen.name
-        if why := backend.impossible(word, chosen.formats):
-            raise UsageError(f"{target} cannot be built in {chosen.name}: {why}", where="--target",
-                             hint="leave that GPU out, or ask for another --precision")  # fmt: skip
-
-
-def _check_once(backends: Mapping[str, Backend]) -> None:
-    """Refuse two targets of one backend: a bundle has one engine of a component for each."""
-    seen: dict[str, str] = {}
-    for target, backend in backends.items():
-        if backend.name in seen:
-            both = f"{seen[backend.name]} and {target}"
-            raise UsageError(
-                f"a bundle holds one set of engines for {backend.name}; {both} are two", where="--target",
-                hint="name all GPUs in one target, as in rtx:sm86,sm89, or build two bundles"
-            )  # fmt: skip
-        seen[backend.name] = target
-
-
-def _options(
-    asked: BuilderOptions, targets: Mapping[str, PrecisionRecipe]
-) -> tuple[dict[str, BuilderOptions], list[str]]:
-    """Give every target the options that it takes; what none takes is an error, what some refuse is said."""
-    refusals = {
-        option: {target: target_backend(target).refusal(option) for target in targets} for option in asked.asked()
-    }
-    remarks = []
-    for option, reasons in refusals.items():
-        why = [f"{target}: {reason}" for target, reason in reasons.items() if reason]
-        if len(why) == len(reasons):
-            raise UsageError(f"{flag(option)} cannot be had: {'; '.join(why)}", where=flag(option), hint="leave it out")
-        remarks += [f"{flag(option)} does not hold for {text}" for text in why]
-    taken = {
-        target: asked.only({option for option, reasons in refusals.items() if not reasons[target]})
-        for target in targets
-    }
-    return taken, remarks
-
-
-def _islands(export: ExportManifest, keep: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Give the module patterns that stay in float32, with reasons, by component: the family's, then the user's."""
-    specs = family(export.family).components(export.configs)
-    found = {spec.name: dict(spec.keep_high) for spec in specs}
-    for item in keep:
-        component, colon, pattern = item.rpartition(":")
-        component = component if colon else "denoiser"
-        if component not in found or not pattern:
-            raise UsageError(
-                f"{item!r} names no modules" if not pattern else f"there is no component {component!r}", where="--keep",
-                hint=f"write COMPONENT:PATTERN, as in denoiser:mid_block.*; components: {', '.join(found)}"
-            )  # fmt: skip
-        found[component][pattern] = "asked for with --keep"
-    return found
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------
@@ -385,14 +295,6 @@ def _ranges(export: ExportManifest) -> PlannedRanges:
         ) from None  # fmt: skip
 
 
-def _check_components(chosen: PrecisionRecipe, names: Sequence[str]) -> None:
-    """Refuse a recipe of 8 bits that quantizes nothing of this checkpoint."""
-    if chosen.quantization is not None and not any(map(chosen.quantizes, names)):
-        raise UsageError(f"{chosen.name} quantizes none of this checkpoint's components",
-                         where=f"{chosen.file or chosen.name}: quantization.components",
-                         hint=f"it has {', '.join(names)}")  # fmt: skip
-
-
 def _calibration(export: ExportManifest, chosen: PrecisionRecipe) -> PlannedRanges:
     """Plan the calibration that a recipe needs."""
     from trtdiff.calibrate.settings import IN_A_BUILD, calibration_spec
@@ -429,16 +331,6 @@ def _samplers(export: ExportManifest, schedulers: tuple[str, ...] | None) -> Pla
         trtdiff_code=code_digest(["trtdiff.export.schedulers", "trtdiff.sampler_book", "trtdiff.lowering"]),
     )
     return PlannedSamplers(names, optional, spec)
-
-
-def _check_sizes(profile: ShapeProfile, multiple: int) -> None:
-    for name in ("height", "width"):
-        if name in profile.dims:
-            span = profile.dims[name]
-            for size in (span.min, span.opt, span.max):
-                if size % multiple:
-                    raise UsageError(f"{name} {size} is not a multiple of {multiple}", where=f"--profile {name}={span}",
-                                     hint=f"nearest: {round(size / multiple) * multiple or multiple}")  # fmt: skip
 
 
 def described(plan: BuildPlan) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """A toy export whose denoiser has one layer of every kind, and the same network in float64."""
 
 import json
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -162,3 +163,24 @@ FEW = {"samples": 8, "steps": 8, "bands": 4, "prompts": ["a", "bc", "def"], "neg
 @pytest.fixture(scope="session")
 def few():
     return dict(FEW)
+
+
+@contextmanager
+def _edited(file):
+    """Give the float32 tensors of a safetensors file by name, to change where they lie; offsets stay as they were."""
+    raw = bytearray(file.read_bytes())
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    header.pop("__metadata__", None)
+    view = memoryview(raw)[start:]
+    yield {
+        name: np.frombuffer(view[slice(*about["data_offsets"])], np.float32).reshape(about["shape"])
+        for name, about in header.items()
+    }
+    file.write_bytes(raw)
+
+
+@pytest.fixture(scope="session")
+def edited():
+    """`with edited(file) as tensors:` changes weights of an export, which refers to them by offset."""
+    return _edited

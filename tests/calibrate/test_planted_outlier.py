@@ -4,7 +4,6 @@ Both are planted into the weights of a copy of an export, whose graph does not d
 by 100 and the linear layers behind them divide it again, so that the network computes what it did.
 """
 
-import json
 import shutil
 from dataclasses import replace
 
@@ -24,24 +23,6 @@ CHANNEL, TIMES = 3, np.float32(100)
 BEHIND = {"norm1": ("attn1.to_q", "attn1.to_k", "attn1.to_v"), "norm2": ("attn2.to_q",), "norm3": ("ff.net.0.proj",)}
 """Norm of a transformer block → the linear layers that read it."""
 UNUSED = "mid_block.attentions.0.transformer_blocks.0.ff"
-
-
-class Weights:
-    """The tensors of a safetensors file, to change where they lie."""
-
-    def __init__(self, file):
-        self._file, self._raw = file, bytearray(file.read_bytes())
-        start = 8 + int.from_bytes(self._raw[:8], "little")
-        header = json.loads(self._raw[8:start])
-        header.pop("__metadata__", None)
-        self.tensors = {
-            name: np.frombuffer(memoryview(self._raw)[start:], np.float32, int(np.prod(about["shape"])),
-                                about["data_offsets"][0]).reshape(about["shape"])
-            for name, about in header.items()
-        }  # fmt: skip
-
-    def write(self):
-        self._file.write_bytes(self._raw)
 
 
 def plant_outliers(weights):
@@ -111,26 +92,32 @@ def copied(export, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_an_outlier_channel_costs_next_to_nothing(precision, export, copied, feeds, tmp_path):
+def test_an_outlier_channel_costs_next_to_nothing(precision, export, copied, feeds, edited, tmp_path):
     before, exact, _ = error(export, precision, feeds, tmp_path)
-    file = Weights(copied / "weights/unet.safetensors")
-    plant_outliers(file.tensors)
-    file.write()
+    with edited(copied / "weights/unet.safetensors") as weights:
+        plant_outliers(weights)
     after, same, seen = error(copied, precision, feeds, tmp_path)
     assert same == pytest.approx(exact, abs=1e-3)
     wide = [one for one in seen.values.values() if one.channels and one.largest > 20 * np.median(one.channels)]
     assert wide, "the outliers are there"
-    assert after < 1.5 * before
+    print(
+        "MEASURED outlier",
+        precision,
+        before,
+        after,
+        precision == "int8" and error(copied, precision, feeds, tmp_path, smooth=None)[0],
+    )
+    assert after < 1.1 * before
     if precision == "int8":
         assert error(copied, precision, feeds, tmp_path, smooth=None)[0] > 2 * after
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_a_branch_that_is_always_zero_breaks_nothing(precision, copied, feeds, tmp_path):
-    file = Weights(copied / "weights/unet.safetensors")
-    plant_unused(file.tensors)
-    file.write()
+def test_a_branch_that_is_always_zero_breaks_nothing(precision, export, copied, feeds, edited, tmp_path):
+    with edited(copied / "weights/unet.safetensors") as weights:
+        plant_unused(weights)
+    before, _, _ = error(export, precision, feeds, tmp_path)
     lost, _, seen = error(copied, precision, feeds, tmp_path)
     (unused,) = [layer for layer in seen.layers.values() if layer.module == f"{UNUSED}.net.2"]
     assert [seen.values[name].largest for name in unused.inputs] == [0.0]
-    assert lost < {"int8": 0.1, "fp8": 0.15}[precision]
+    assert lost < 1.1 * before

@@ -31,24 +31,19 @@ TOO_LARGE = {f"{MODULE}/Conv", "mid_block.resnets.0/Add"}
 UNET = "unet/diffusion_pytorch_model.safetensors"
 
 
-def plant(file, factor):
+def plant(edited, file, factor):
     """Multiply the convolution's weights where they lie."""
-    raw = bytearray(file.read_bytes())
-    start = 8 + int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8:start])
-    for name in (f"{MODULE}.weight", f"{MODULE}.bias"):
-        begin, end = (start + offset for offset in header[name]["data_offsets"])
-        with np.errstate(over="ignore"):
-            raw[begin:end] = (np.frombuffer(raw[begin:end], np.float32) * np.float32(factor)).tobytes()
-    file.write_bytes(raw)
+    with edited(file) as weights, np.errstate(over="ignore"):
+        for end in ("weight", "bias"):
+            weights[f"{MODULE}.{end}"][...] *= np.float32(factor)
 
 
-def planted(checkpoint, export, folder, factor):
+def planted(edited, checkpoint, export, folder, factor):
     """Copies of a checkpoint and of its export with other weights; gives both folders."""
     changed = shutil.copytree(checkpoint, folder / "checkpoint")
     copied = shutil.copytree(export, folder / "export")
-    plant(changed / UNET, factor)
-    plant(copied / "weights/unet.safetensors", factor)
+    plant(edited, changed / UNET, factor)
+    plant(edited, copied / "weights/unet.safetensors", factor)
     about = json.loads((copied / "export.json").read_text())
     about["checkpoint"]["digest"] = Checkpoint.open(str(changed)).origin().digest
     for component in about["components"]:
@@ -58,9 +53,9 @@ def planted(checkpoint, export, folder, factor):
 
 
 @pytest.fixture(scope="module")
-def overflowing(tiny_checkpoint, tiny_bundle, tmp_path_factory):
+def overflowing(edited, tiny_checkpoint, tiny_bundle, tmp_path_factory):
     export = tiny_bundle.parent.parent / "exports/tiny"
-    return planted(tiny_checkpoint, export, tmp_path_factory.mktemp("planted"), 2e5)
+    return planted(edited, tiny_checkpoint, export, tmp_path_factory.mktemp("planted"), 2e5)
 
 
 def scan(export, out, steps=2):
@@ -91,9 +86,11 @@ def test_equal_settings_give_equal_bytes(overflowing, tmp_path):
     assert files[0] == files[1]
 
 
-def test_a_checkpoint_that_overflows_float32_is_an_error_that_names_the_layer(tiny_checkpoint, tiny_bundle, tmp_path):
+def test_a_checkpoint_that_overflows_float32_is_an_error_that_names_the_layer(
+    edited, tiny_checkpoint, tiny_bundle, tmp_path
+):
     export = tiny_bundle.parent.parent / "exports/tiny"
-    _, broken = planted(tiny_checkpoint, export, tmp_path, np.inf)
+    _, broken = planted(edited, tiny_checkpoint, export, tmp_path, np.inf)
     with pytest.raises(NonFiniteError, match="in float32") as caught:
         scan(broken, tmp_path / "scan", steps=1)
     assert f"denoiser: first in {MODULE} (node {MODULE}/Conv)" in caught.value.where

@@ -11,7 +11,8 @@ from trtdiff.lowered import write_graph
 from trtdiff.passes.check_graph import check_graph
 from trtdiff.passes.half_precision import half_precision
 from trtdiff.passes.half_types import KEEP
-from trtdiff.passes.quantize import quantize, smoothing_factors
+from trtdiff.passes.quantize import quantize
+from trtdiff.passes.smoothing import smoothing_factors
 from trtdiff.recipes.quantization import Quantization
 
 ir = pytest.importorskip("onnx_ir")

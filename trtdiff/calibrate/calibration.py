@@ -367,8 +367,8 @@ def _going_on(start: Cache, fresh: Cache, manifest: ExportManifest) -> Cache:
     hint = "go on with the options that it was begun with, or begin anew with --force"
     require_same_model(start, manifest)
     require_same(asdict(start.data), asdict(fresh.data), "of other data", hint=hint)
-    mine, theirs = ({"trtdiff": cache.versions.get("trtdiff")} for cache in (start, fresh))
-    require_same(mine, theirs, "of another version", hint=hint)
+    before, now = (cache.versions.get("trtdiff", "") for cache in (start, fresh))
+    require_same({"trtdiff": before}, {"trtdiff": now}, "of another version", hint=hint)
     if len(start.runs) != 1:
         raise ArtefactError("the calibration was merged from several, and cannot be added to",
                             where="calibration cache: runs", hint="add to its parts, and merge them again")  # fmt: skip

@@ -12,7 +12,7 @@ from trtdiff.export.manifest import ExportManifest
 from trtdiff.recipes.base import PrecisionRecipe
 from trtdiff.recipes.quantization import Quantization
 
-_RESUME = "go on with it: trtdiff calibrate --resume"
+_RESUME = "go on with it: the same trtdiff calibrate, with --resume"
 
 
 def read_fitting_cache(path: Path, export: ExportManifest, chosen: PrecisionRecipe) -> Cache:

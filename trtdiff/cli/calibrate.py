@@ -176,7 +176,7 @@ def _calibrate(
                 except KeyboardInterrupt:
                     note(_interrupted(calibration.cache(), out))
                     raise click.exceptions.Exit(130) from None
-                _require_unchanged(folder, export, out)
+                _require_unchanged(folder, export, out, start)
         if cache.complete:
             calibration.forget()
             _spare(out).unlink(missing_ok=True)
@@ -208,13 +208,17 @@ def _spare(out: Path) -> Path:
     return out.with_name(f"{out.stem}.before{out.suffix}")
 
 
-def _require_unchanged(folder: Path, export: "ExportManifest", out: Path) -> None:
-    """Remove a cache whose export was replaced while it was made. Raises ArtefactError."""
+def _require_unchanged(folder: Path, export: "ExportManifest", out: Path, start: "Cache | None") -> None:
+    """Take back what was seen of an export that was replaced meanwhile. Raises ArtefactError."""
+    from trtdiff.calibrate.cache import write_cache
     from trtdiff.errors import ArtefactError
     from trtdiff.export.read import read_export
 
     if read_export(folder) != export:
-        out.unlink()
+        if start is None:
+            out.unlink()
+        else:
+            write_cache(out, start)
         raise ArtefactError("the export was replaced while it was calibrated", where=str(folder),
                             hint="calibrate again, with --force")  # fmt: skip
 
@@ -299,7 +303,9 @@ def _export(
     cache = read_cache(out)
     require_same_model(cache, export)
     if not cache.complete:
-        raise ArtefactError(f"{out} is not finished", where=str(out), hint="go on with: trtdiff calibrate --resume")
+        raise ArtefactError(
+            f"{out} is not finished", where=str(out), hint="go on with the same trtdiff calibrate, and --resume"
+        )
     values = statistics_of(cache, component)
     inputs = {name for layer in cache.components[component].layers.values() for name in layer.inputs}
     found: Method = method or ("mse" if any(values[name].errors.get("int8") for name in inputs) else "max")

@@ -46,8 +46,9 @@ from trtdiff.passes.eight_bits import FORMATS, Format
 from trtdiff.passes.half_types import KEEP, LIMITS
 from trtdiff.passes.layer_inputs import measured
 from trtdiff.passes.layers import Layer, layers
+from trtdiff.passes.smoothing import factors_of, smoothed_clip
 from trtdiff.passes.tape import Tape
-from trtdiff.passes.weights_in_8_bits import WeightIn8Bits, channel_maxima, scale_of
+from trtdiff.passes.weights_in_8_bits import WeightIn8Bits, scale_of
 from trtdiff.recipes.quantization import Quantization
 from trtdiff.types import Array
 
@@ -55,8 +56,6 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 SOFTMAX_CLIP = 1.0
-FARTHEST = 2.0**10
-"""How far a factor of smoothing may be from all others' mean: its inverse is a weight that float16 must hold."""
 HEAD_MULTIPLE = 16
 """Head sizes of attention whose products TensorRT computes in float8."""
 _MASK = 3
@@ -109,7 +108,7 @@ class _Work:
         self._imported = bool(statistics) and all(seen.imported for seen in self._statistics.values())
         self._pairs: dict[ir.Value, ir.Value] = {}
         """A value → the same, rounded to 8 bits."""
-        self._factors: dict[ir.Value, Array] = {}
+        self._factors: Mapping[str, Array] = {}
         """What goes into linear layers → what its channels are divided by."""
         self._divided: dict[str, ir.Value] = {}
         self._read: dict[tuple[ir.Value, int], ir.Value] = {}
@@ -166,7 +165,7 @@ class _Work:
         assert weight is not None, "attention alone has none"  # noqa: S101 - `layers` gives every other one
         value = node.inputs[0]
         assert value is not None, "required"  # noqa: S101 - the operators' definition
-        factors = self._factors.get(value) if layer.operator == "linear" else None
+        factors = self._factors.get(str(value.name)) if layer.operator == "linear" else None
         self._put_weight(node, self._stored(weight, factors, node))
         if self._activations is not None:
             node.replace_input_with(0, self._pair(value, smoothed=layer.operator == "linear"))
@@ -220,7 +219,7 @@ class _Work:
 
     def _pair(self, value: "ir.Value", *, smoothed: bool) -> "ir.Value":
         """Give a value as its 8 bits are read back."""
-        factors = self._factors.get(value) if smoothed else None
+        factors = self._factors.get(str(value.name)) if smoothed else None
         if factors is None:
             return self._rounded(value, self._clip(value))
         tape = Tape()
@@ -230,8 +229,7 @@ class _Work:
             self._divided[name] = tape.op("Mul", value, inverse)
             self._divided[name].shape = value.shape
             self._place(tape, value, name)
-        channels = np.array(self._seen(value).channels)
-        return self._rounded(self._divided[name], float((channels / factors).max()))
+        return self._rounded(self._divided[name], smoothed_clip(self._seen(value), factors))
 
     def _rounded(self, value: "ir.Value", clip: float) -> "ir.Value":
         """Put a pair right behind a value; once."""
@@ -270,17 +268,7 @@ class _Work:
         alpha = self._how.smooth
         if alpha is None or self._activations is None or self._imported:
             return
-        readers: dict[ir.Value, list[Layer]] = {}
-        for layer in chosen:
-            if layer.operator == "linear":
-                readers.setdefault(measured(layer, 0), []).append(layer)
-        for value, found in readers.items():
-            channels = np.array(self._seen(value).channels, np.float64)
-            if not channels.size:
-                raise ArtefactError(f"the calibration has no channels of {value.name}", where="calibration cache",
-                                    hint="calibrate again")  # fmt: skip
-            weights = np.max([channel_maxima(layer.weight) for layer in found if layer.weight is not None], axis=0)
-            self._factors[value] = smoothing_factors(channels, weights, alpha)
+        self._factors = factors_of(chosen, self._statistics, alpha)
 
     # --- attention
 
@@ -327,21 +315,6 @@ class _Work:
         (sum_,) = node.outputs
         readers = [use.node for use in sum_.uses()]
         return bool(readers) and not sum_.is_graph_output() and all(it.op_type == "QuantizeLinear" for it in readers)
-
-
-def smoothing_factors(channels: Array, weights: Array, alpha: float) -> Array:  # [in], [in] → [in] float32
-    """Give what to divide the channels of an activation by: largest magnitudes ** alpha / weights' ** (1 - alpha).
-
-    SmoothQuant, eq. 4. A channel or weight that is always 0 has the factor 1.
-    """
-    seen = (channels > 0) & (weights > 0)
-    factors = np.ones(len(channels))
-    factors[seen] = channels[seen] ** alpha / weights[seen] ** (1 - alpha)
-    if seen.any():  # only ratios matter: keep numbers about as large as they are, for the sake of float16
-        factors[seen] /= np.exp(np.mean(np.log(factors[seen])))
-        factors = np.clip(factors, 1 / FARTHEST, FARTHEST)
-    made: Array = factors.astype(np.float32)
-    return made
 
 
 def _pair(tape: Tape, value: "ir.Value", clip: float, kind: Format) -> "ir.Value":
