@@ -29,12 +29,13 @@ The machine's own speed varies: `plain`, six times in between, took 11.3 to 15.8
     modelopt-fp8-max          196.0    215     8.96  0.1522      0.1513   99.9 %    100.0 %
     modelopt-int8-entropy     166.0    171     8.96  0.0729      0.0725  100.0 %     10.7 %
     plain                      11.3     20     1.34
+    modelopt-fp8-entropy      271.1    275     9.27  0.1527      0.1533   99.9 %    100.0 %   (plain then: 15.2, 17.6)
 
 Again, with the calibration alone in brackets: plain 12.9, 11.7, 12.2; int8-max 30.8 (28.2), 25.9 (23.5); int8-mse 43.4
 (41.3). That is 2.0 times plain for max and 3.4 for mse. Of the 12 s that max takes beyond plain, 5 are the export's
-weights, read from the disk and written as they are multiplied, 3 are ONNX Runtime opening a graph with a thousand
-observers, and 2 are one more warm-up; the samples themselves take 1.07 times as long. So the ratio falls with their
-number, and with weights that the page cache holds (read and written in 0.8 s then).
+weights, read from the disk and written as they are multiplied, 3 are ONNX Runtime opening a graph in which 791
+values are observed, and 2 are slower first executions; a sample itself takes 1.1 times as long. So the ratio falls with
+the number of samples, and with weights that the page cache holds (read and written in 0.8 s then).
 
 trtdiff quantizes attention's products where heads are multiples of 16: here they are 20, 40 and 80.
 For INT8, modelopt leaves attention over more than 512 tokens in float32. onnxruntime would keep every value of every

@@ -23,14 +23,15 @@ Measured on two cores of an AMD EPYC, for sm89 (seconds: SD1.5's UNet in fp16 24
     sdxl-vae_encoder    fp16     2.3        0.07     0.63   9.17
 
 8 bits, in an hour in which fp16 took 40.0 s; `8 bits` is the share of all multiply-adds that read them by the builder's
-own list of layers, where the rest of fp8's is attention with heads of 40 and the layers that stay in float16:
+own list of layers (of `int8-weights` none: they are read in float16). The rest of fp8's is attention with heads of 40,
+and the layers that stay in float16.
 
                               wall s   plan GB  peak GB  ratio  8 bits
     sd15-denoiser       fp16    40.0      1.74     4.16   2.42
     sd15-denoiser       int8    42.4      0.93     2.69   1.57  84.3 %
     sd15-denoiser        fp8    49.8      0.94     2.65   1.54  86.4 %
     sd15-denoiser  fp8-mixed    55.6      0.95     2.67   1.55  84.8 %
-    sd15-denoiser int8-weights  40.1      0.91     2.64   1.54   0.0 %
+    sd15-denoiser int8-weights  40.1      0.91     2.64   1.54
 
 TensorRT alone, from the lowered graph of SD1.5's UNet to a plan in memory, takes 20.4 to 26.1 s and 5.8 GB in the same
 hour: the rest is Python, reading, the passes, and writing the plan. The export stores fp16, so that only bf16 converts

@@ -97,16 +97,9 @@ def test_an_outlier_channel_costs_next_to_nothing(precision, export, copied, fee
     with edited(copied / "weights/unet.safetensors") as weights:
         plant_outliers(weights)
     after, same, seen = error(copied, precision, feeds, tmp_path)
-    assert same == pytest.approx(exact, abs=1e-3)
+    assert same == pytest.approx(exact, abs=1e-4)
     wide = [one for one in seen.values.values() if one.channels and one.largest > 20 * np.median(one.channels)]
     assert wide, "the outliers are there"
-    print(
-        "MEASURED outlier",
-        precision,
-        before,
-        after,
-        precision == "int8" and error(copied, precision, feeds, tmp_path, smooth=None)[0],
-    )
     assert after < 1.1 * before
     if precision == "int8":
         assert error(copied, precision, feeds, tmp_path, smooth=None)[0] > 2 * after
