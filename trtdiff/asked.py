@@ -84,10 +84,13 @@ def options_of(
     return taken, remarks
 
 
-def islands_of(export: ExportManifest, keep: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Give the module patterns that stay in float32, with reasons, by component: the family's, then the user's."""
+def islands_of(export: ExportManifest, keep: Sequence[str], *, unmeasured: bool) -> dict[str, dict[str, str]]:
+    """Give the module patterns that stay in float32, with reasons, by component: the family's, then the user's.
+
+    `unmeasured`: no range scan will show which values the type cannot hold.
+    """
     specs = family(export.family).components(export.configs)
-    found = {spec.name: dict(spec.keep_high) for spec in specs}
+    found = {spec.name: {**spec.keep_high, **(spec.keep_unmeasured if unmeasured else {})} for spec in specs}
     for item in keep:
         component, colon, pattern = item.rpartition(":")
         component = component if colon else "denoiser"

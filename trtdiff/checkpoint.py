@@ -17,7 +17,16 @@ from typing import Any
 from trtdiff.digest import digest, file_digest
 from trtdiff.errors import CheckpointError, MissingDependency, UsageError
 from trtdiff.export.hub import fetch, is_hub_id, snapshot_origin
-from trtdiff.export.layout import DAMAGED, Configs, components_of, left_out, listing, read_config, read_json
+from trtdiff.export.layout import (
+    DAMAGED,
+    Configs,
+    components_of,
+    left_out,
+    listing,
+    options_of,
+    read_config,
+    read_json,
+)
 from trtdiff.export.manifest import CheckpointOrigin
 from trtdiff.export.safetensors_index import TensorRef
 from trtdiff.export.weight_files import WeightFile, choose, files_of, read_tensors, weight_files
@@ -38,7 +47,7 @@ class Checkpoint:
     pipeline: str
     """The diffusers pipeline class."""
     configs: Mapping[str, Mapping[str, Any]]
-    """By component folder, as stored; a tokenizer's has its special tokens in it."""
+    """By component folder, as stored; a tokenizer's has its special tokens in it. `model_index` has the pipeline's."""
     notes: tuple[str, ...]
     """For people: that the hub's cache was used, and what was chosen: `unet: fp16 variant, 1 file`."""
     _weights: Mapping[str, WeightFile] = field(repr=False)
@@ -59,7 +68,7 @@ class Checkpoint:
                 where=f"{path / 'model_index.json'}: _class_name",
                 hint=DAMAGED,
             )
-        configs, weights = Configs(), {}
+        configs, weights = Configs(model_index=options_of(index)), {}
         for component, library in components_of(index, path).items():
             configs[component] = read_config(path / component)
             chosen = choose(listing(path / component), variant=variant, library=library)

@@ -78,6 +78,8 @@ def _checkpoint(path: Path) -> Description:
     checkpoint = Checkpoint.open(str(_folder(path)))
     rows = []
     for name, config in checkpoint.configs.items():
+        if name == "model_index":
+            continue
         kind = str(config.get("_class_name") or (config.get("architectures") or [""])[0])
         if name not in checkpoint.weighted:
             rows.append((name, kind, "", "", ""))

@@ -25,9 +25,8 @@ from trtdiff.profiles import resolve
 from trtdiff.recipes import SCANNED, PrecisionRecipe
 from trtdiff.types import DimRange, ShapeProfile, Tolerance
 
-CONTRACT = ShapeProfile({"window": DimRange(1, 3, 48), "branches": DimRange(1, 2, 2)})
-"""Dimensions that the sampler prologue adds: slots of the latent log (samplers look back 16 entries of 3 at most), and
-guidance branches."""
+WINDOW = DimRange(1, 3, 48)
+"""Slots of the latent log that the sampler prologue takes: samplers look back 16 entries of 3 at most."""
 _PROLOGUE_DIMS = {"denoiser": ("window", "branches"), "vae_decoder": ("window",)}
 _LOWERING_LIBRARIES = ("onnx", "onnx-ir", "ml_dtypes", "numpy")
 _SAMPLERS_LIBRARIES = ("diffusers", "torch", "numpy", "scipy")
@@ -175,11 +174,9 @@ def make_plan(
     """
     sizes = resolve(profile, family(export.family).profile(export.facts))
     check_sizes(sizes, export.facts.sizes_multiple_of)
-    tokens = max((facts.limit for facts in export.facts.tokens.values()), default=1)
-    ranges = {**sizes.dims, "tokens": DimRange(tokens, tokens, tokens), **CONTRACT.dims}
+    ranges = {**sizes.dims, "window": WINDOW}
     recipes, remarks = recipes_of(precision, targets)
     taken, more = options_of(options, recipes)
-    islands = islands_of(export, keep)
     for chosen in recipes.values():
         check_components(chosen, [part.name for part in export.components])
     calibrated = next((chosen for chosen in recipes.values() if chosen.calibrated), None)
@@ -202,9 +199,12 @@ def make_plan(
     for target, chosen in recipes.items():
         backend = target_backend(target)
         measured = scan.key if scan and not scan.calibrates and chosen.computes_in in SCANNED else ""
+        mask = "yes" if "inpaint" in export.facts.modes else "no"
         shared = _Shared(target, backend, chosen, ranges, taken[target], measured,
-                         digest if chosen.calibrated else "", scan is not None)  # fmt: skip
+                         digest if chosen.calibrated else "", scan is not None, mask)  # fmt: skip
         half = chosen.computes_in in HALVES
+        unmeasured = chosen.computes_in == "float16" and not (measured or shared.calibration)
+        islands = islands_of(export, keep, unmeasured=unmeasured)
         engines = tuple(_engine(part, shared, islands[part.name] if half else {}) for part in export.components)
         tolerance = chosen.tolerance if chosen.file else None
         planned.append(PlannedTarget(target, backend.name, chosen.name, chosen.summary, tolerance, engines))
@@ -241,13 +241,15 @@ class _Shared:
     """Key of the calibration, or digest of the cache."""
     waits: bool
     """Whether something is measured first."""
+    mask: str
+    """Whether the sampler takes a mask."""
 
 
 def _engine(component: ExportedComponent, shared: _Shared, islands: Mapping[str, str]) -> PlannedEngine:
     backend, chosen = shared.backend, shared.recipe
     toolchain = backend.toolchain()
     prologue = PROLOGUES.get(component.name)
-    passes = (*chosen.passes, *backend.passes, *([f"{prologue} form={backend.sums}"] if prologue else []))
+    passes = (*chosen.passes, *backend.passes, *([f"{prologue} form={backend.sums} mask={shared.mask}"] if prologue else []))
     symbols = dict.fromkeys(symbol for spec in component.inputs for symbol in spec.symbols)
     dims = [*symbols, *_PROLOGUE_DIMS.get(component.name, ())]
     if unknown := [dim for dim in dims if dim not in shared.ranges]:

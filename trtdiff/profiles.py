@@ -9,9 +9,10 @@ DEFAULT = "default"
 
 
 def _fixed(profile: ShapeProfile, **batch: DimRange) -> ShapeProfile:
-    """Fix every size at what it is tuned for."""
-    sizes = {name: DimRange(span.opt, span.opt, span.opt) for name, span in profile.dims.items()}
-    return ShapeProfile({**sizes, **batch})
+    """Fix height and width at what they are tuned for."""
+    spans = {name: profile.dims[name] for name in ("height", "width")}
+    sizes = {name: DimRange(span.opt, span.opt, span.opt) for name, span in spans.items()}
+    return ShapeProfile({**profile.dims, **sizes, **batch})
 
 
 PRESETS: Mapping[str, tuple[str, Callable[[ShapeProfile], ShapeProfile]]] = {

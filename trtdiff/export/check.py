@@ -23,7 +23,7 @@ from trtdiff.export.trace import fake_mode, sizes_of
 from trtdiff.export.unfilled import build_unfilled
 from trtdiff.families.base import ComponentSpec, Config
 from trtdiff.machine import available_memory
-from trtdiff.types import Array, TensorSpec
+from trtdiff.types import Array
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +32,8 @@ BOUND = 1e-4
 """Largest relative L2 error, ‖onnx - torch‖₂ / ‖torch‖₂."""
 
 CHECKED_AT = (
-    {"batch": 1, "height": 8, "width": 16, "tokens": 12},
-    {"batch": 3, "height": 9, "width": 5, "tokens": 6},
+    {"batch": 1, "height": 8, "width": 16, "tokens": 12, "context": 14, "long_tokens": 10},
+    {"batch": 3, "height": 9, "width": 5, "tokens": 6, "context": 9, "long_tokens": 13},
 )
 """Sizes in units of a dimension's divisor: one image of aligned sides, then three of odd sides."""
 
@@ -52,7 +52,7 @@ def check_graph(
 ) -> tuple[CheckPoint, ...]:
     """Compare a written graph with PyTorch; raise ExportError where an output differs by more than the bound."""
     points = [sizes_of(spec, units) for units in CHECKED_AT]
-    feeds = [_feeds(spec, config, sizes, seed) for seed, sizes in enumerate(points)]
+    feeds = [_feeds(spec, sizes, seed) for seed, sizes in enumerate(points)]
     expected = _run_torch(spec, config, weights, feeds)
     got = _run_onnx(path, spec, feeds)
     checks = tuple(
@@ -176,17 +176,6 @@ def _run_onnx(path: Path, spec: ComponentSpec, feeds: list[dict[str, Array]]) ->
 # --- what goes in ----------------------------------------------------------------------------------------------------
 
 
-def _feeds(spec: ComponentSpec, config: Config, sizes: Mapping[str, int], seed: int) -> dict[str, Array]:
+def _feeds(spec: ComponentSpec, sizes: Mapping[str, int], seed: int) -> dict[str, Array]:
     random = np.random.default_rng(seed)
-    return {tensor.name: _feed(tensor, config, sizes, random) for tensor in spec.inputs}
-
-
-def _feed(tensor: TensorSpec, config: Config, sizes: Mapping[str, int], random: np.random.Generator) -> Array:
-    """Numbers of the kind that the model is made for: token ids, timesteps, else normal ones."""
-    shape = tensor.shape(sizes)
-    if np.issubdtype(np.dtype(tensor.dtype), np.integer):
-        return random.integers(0, int(config.get("vocab_size", 2)), shape, dtype=tensor.dtype)
-    if tensor.name == "timestep":
-        return random.uniform(0, 1000, shape).astype(tensor.dtype)
-    values: Any = random.standard_normal(shape)
-    return np.asarray(values.astype(tensor.dtype))
+    return {tensor.name: spec.draw(tensor, tensor.shape(sizes), random) for tensor in spec.inputs}

@@ -11,6 +11,8 @@ from trtdiff.errors import CheckpointError
 NOT_COMPILED = frozenset({"feature_extractor", "image_encoder", "safety_checker"})
 """Components that take no part in making a picture; they may be absent, and their weights are never read."""
 
+INFINITE = ("-Infinity", "Infinity")
+
 DAMAGED = "download it again; the copy is incomplete or damaged"
 """What to do about a file that is not what it should be."""
 
@@ -50,6 +52,15 @@ def components_of(index: Mapping[str, Any], path: Path) -> dict[str, str]:
     return found
 
 
+def options_of(index: Mapping[str, Any]) -> dict[str, Any]:
+    """Give what the pipeline itself was configured with: `force_zeros_for_empty_prompt` and the like."""
+    return {
+        name: value
+        for name, value in index.items()
+        if not name.startswith("_") and (value is None or isinstance(value, bool | int | float | str))
+    }
+
+
 def left_out(index: Mapping[str, Any]) -> tuple[str, ...]:
     """Name what the pipeline has and trtdiff does not compile, of what changes pictures."""
     return tuple(name for name in ("safety_checker",) if (index.get(name) or [None])[0] is not None)
@@ -65,19 +76,25 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"component folder {folder.name} is missing", where=str(folder), hint=DAMAGED)
     kind = next((kind for kind in ("tokenizer", "scheduler") if folder.name.startswith(kind)), None)
     path = folder / (f"{kind}_config.json" if kind else "config.json")
-    config, special = read_json(path), folder / "special_tokens_map.json"
+    config, special = read_json(path, infinite=kind == "scheduler"), folder / "special_tokens_map.json"
     legacy = special.is_file() and "added_tokens_decoder" not in config
     return {**config, **read_json(special)} if legacy else config
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises CheckpointError for a file that is missing, damaged or holds something else."""
+def read_json(path: Path, *, infinite: bool = False) -> dict[str, Any]:
+    """Read a JSON object. Raises CheckpointError for a file that is missing, damaged or holds something else.
 
-    def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is not JSON")
+    `infinite` lets `-Infinity` and `Infinity` stand, which diffusers writes into schedulers' configs (a DPM solver's
+    `lambda_min_clipped`), as these words: no JSON has such numbers.
+    """
+
+    def constant(word: str) -> Any:
+        if infinite and word in INFINITE:
+            return word
+        raise ValueError(f"{word} is not JSON")
 
     try:
-        read = json.loads(path.read_bytes(), parse_constant=refuse)
+        read = json.loads(path.read_bytes(), parse_constant=constant)
     except OSError as error:
         raise CheckpointError(f"cannot read {path.name}: {error.strerror}", where=str(path), hint=DAMAGED) from None
     except (ValueError, RecursionError) as error:

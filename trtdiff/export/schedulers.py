@@ -18,6 +18,7 @@ from typing import Any
 
 from trtdiff.errors import SamplerError, UsageError
 from trtdiff.export.affinity import check_affinity
+from trtdiff.export.layout import INFINITE
 from trtdiff.export.sampler_pages import SamplerPages, write_book
 from trtdiff.export.schedule_call import ScheduleCall, StableDiffusionCall
 from trtdiff.export.scheduler_rows import Prober, RefusedSteps, Run, Stage
@@ -264,6 +265,7 @@ def _from_config(class_name: str, config: Mapping[str, Any], overrides: Mapping[
     scheduler_class = getattr(importlib.import_module("diffusers"), class_name or "-", None)
     if not isinstance(scheduler_class, type) or not class_name.endswith("Scheduler"):
         raise SamplerError("diffusers has no such scheduler", where=where, hint="scheduler_config.json names the class")
+    config = {name: float(value) if value in INFINITE else value for name, value in config.items()}
     try:
         return scheduler_class.from_config(config, **overrides)  # type: ignore[attr-defined]
     except Exception as error:  # a config that the class refuses, or a library that it wants

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 OPSET = 23
-TRACED_AT = {"batch": 2, "height": 11, "width": 13, "tokens": 7}
+TRACED_AT = {"batch": 2, "height": 11, "width": 13, "tokens": 7, "context": 17, "long_tokens": 19}
 """Sizes of the trace, in units of a dimension's divisor: unlike each other, and odd, so that no coincidence hides."""
 
 
@@ -40,6 +40,8 @@ def sizes_of(spec: ComponentSpec, units: Mapping[str, int]) -> dict[str, int]:
             if isinstance(dim, str):
                 name, _, divisor = dim.partition("/")
                 divisors[name] = math.lcm(divisors.get(name, 1), int(divisor or 1))
+    for name in divisors.keys() & {"height", "width"}:
+        divisors[name] = math.lcm(divisors[name], spec.multiple)
     return {name: units[name] * divisor for name, divisor in divisors.items()}
 
 
@@ -58,7 +60,8 @@ def trace(spec: ComponentSpec, config: Config) -> "ir.Model":
         with fake:
             example = tuple(torch.zeros(t.shape(sizes), dtype=getattr(torch, t.dtype)) for t in spec.inputs)
         symbolic = torch.export.Dim.DYNAMIC
-        dynamic = tuple({i: symbolic for i, dim in enumerate(t.dims) if isinstance(dim, str)} for t in spec.inputs)
+        shapes = [{i: symbolic for i, dim in enumerate(t.dims) if isinstance(dim, str)} for t in spec.inputs]
+        dynamic = _as_arguments(module, shapes)
         try:
             with torch.no_grad():
                 program = torch.export.export(module, example, dynamic_shapes=dynamic, strict=False)
@@ -73,6 +76,13 @@ def trace(spec: ComponentSpec, config: Config) -> "ir.Model":
         if name in weights:
             value.const_value = None  # known by name, shape and type alone: nothing can fold it
     return model
+
+
+def _as_arguments(module: "torch.nn.Module", values: list[Any]) -> tuple[Any, ...]:
+    """Lay values out as the module's positional arguments: what falls to `*rest` is a tuple of its own."""
+    kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
+    own = kinds.index(inspect.Parameter.VAR_POSITIONAL) if inspect.Parameter.VAR_POSITIONAL in kinds else len(values)
+    return (*values[:own], tuple(values[own:])) if len(values) > own else tuple(values)
 
 
 def fake_mode() -> Any:
@@ -143,8 +153,12 @@ def _translations() -> dict[Any, Any]:
     def dropout(x: Any, p: float, train: bool) -> Any:  # noqa: ARG001, FBT001
         return op.Identity(x)
 
+    def squeeze(x: Any, dim: int) -> Any:
+        """Leave a dimension that is not 1, as PyTorch does: a symbolic one never is, or the trace would have refused."""
+        return op.Squeeze(x, [dim]) if x.shape[dim] == 1 else op.Identity(x)
+
     aten = torch.ops.aten
-    return {aten.to.dtype: to_dtype, aten.dropout.default: dropout}
+    return {aten.to.dtype: to_dtype, aten.dropout.default: dropout, aten.squeeze.dim: squeeze}
 
 
 # --- saying what went wrong ------------------------------------------------------------------------------------------

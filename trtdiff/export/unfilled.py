@@ -55,12 +55,12 @@ def _make_parameters_fake(module: "torch.nn.Module", fake: Any) -> None:
         prefix = f"{path}." if path else ""
         for name, parameter in list(part.named_parameters(recurse=False)):
             if not isinstance(parameter, FakeTensor):
-                part.register_parameter(name, torch.nn.Parameter(fake.from_tensor(parameter.data), requires_grad=False))
+                part.register_parameter(name, torch.nn.Parameter(fake.from_tensor(parameter.data, static_shapes=True), requires_grad=False))
             else:
                 parameter.requires_grad_(False)
         for name, buffer in list(part.named_buffers(recurse=False)):
             if prefix + name in stored and not isinstance(buffer, FakeTensor):
-                part.register_buffer(name, fake.from_tensor(buffer))
+                part.register_buffer(name, fake.from_tensor(buffer, static_shapes=True))
             elif prefix + name not in stored and isinstance(buffer, FakeTensor):
                 raise ExportError(
                     f"the values of buffer {prefix + name} are neither stored nor computed", where=path or "the module"

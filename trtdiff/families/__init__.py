@@ -9,6 +9,10 @@ __all__ = ["FAMILIES", "ModelFamily", "family", "family_of_pipeline"]
 
 FAMILIES: dict[str, str] = {
     "stable-diffusion": "trtdiff.families.stable_diffusion:StableDiffusion",
+    "stable-diffusion-xl": "trtdiff.families.stable_diffusion_xl:StableDiffusionXL",
+    "stable-diffusion-3": "trtdiff.families.stable_diffusion_3:StableDiffusion3",
+    "flux": "trtdiff.families.flux:Flux",
+    "pixart": "trtdiff.families.pixart:PixArt",
 }
 """Name → where its class stands."""
 

@@ -7,19 +7,28 @@ inside its methods. The *runtime* side turns prompts into arrays with numpy and 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+
+import numpy as np
 
 from trtdiff.errors import CheckpointError
-from trtdiff.types import Array, ShapeProfile, TensorSpec
+from trtdiff.types import Array, DimRange, ShapeProfile, TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
     from trtdiff.backends.base import Runs
+    from trtdiff.export.schedule_call import ScheduleCall
     from trtdiff.tokens import Tokenizer
 
 Config = Mapping[str, Any]
 T = TypeVar("T")
+Guidance: TypeAlias = Literal["branches", "embedded", "embedded, branches"]
+"""How a model is guided: by a second branch with the negative prompt (classifier-free guidance), by an embedding of the
+scale that it was distilled with, or by both, each with a scale of its own."""
+Mode: TypeAlias = Literal["text", "image", "inpaint", "inpaint-channels"]
+"""How a picture may begin. `inpaint`: the sampler mixes the known picture in. `inpaint-channels`: the denoiser takes mask
+and masked picture as channels, and makes nothing without them."""
 _WORDS: Mapping[type, str] = {int: "a whole number", float: "a number other than 0", list: "a list"}
 
 
@@ -60,6 +69,56 @@ class ModelFacts:
     """Guidance scale used when none is asked for."""
     sizes_multiple_of: int
     """Image heights and widths must be a multiple of this many pixels."""
+    lengths: Mapping[str, int] = field(default_factory=dict)
+    """Symbolic dimensions of text, and how long they are: `tokens` of a text encoder, `context` of the denoiser."""
+    guided_by: Guidance = "branches"
+    modes: tuple[Mode, ...] = ("text", "image", "inpaint")
+    clip_layers: int = 0
+    """Layers of a CLIP text encoder of which the last may be skipped; 0: none may."""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """What only the family itself reads."""
+
+
+@dataclass(frozen=True)
+class Framing:
+    """What a picture is said to be cut out of: SDXL's micro-conditions, each [height, width] or [top, left] in pixels."""
+
+    original: tuple[int, int]
+    crop: tuple[int, int]
+    target: tuple[int, int]
+    score: tuple[float, float] = (6.0, 2.5)
+    """Aesthetic score asked for, and of the negative branch; only a refiner takes it. diffusers' own defaults."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What conditions follow from, beside prompts."""
+
+    height: int
+    width: int
+    guidance: float
+    """The scale, for models that embed it."""
+    branches: int
+    framing: Framing
+
+
+@dataclass(frozen=True)
+class Integers:
+    """An input takes whole numbers from 0 to below a bound."""
+
+    below: int
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """An input takes any number in a range."""
+
+    low: float
+    high: float
+
+
+Values: TypeAlias = Integers | Uniform
+TIMESTEPS = Uniform(0, 1000)
 
 
 @dataclass(frozen=True)
@@ -82,6 +141,24 @@ class ComponentSpec:
     """Attribute of the built module that holds the checkpoint's own module."""
     keep_high: Mapping[str, str] = field(default_factory=dict)
     """Patterns of module paths that stay in float32 in half precision → why: what is known of this kind of network."""
+    keep_unmeasured: Mapping[str, str] = field(default_factory=dict)
+    """The same, of float16 where no range scan has shown what overflows."""
+    values: Mapping[str, Values] = field(default_factory=dict)
+    """Input → what it takes, where that is not any number of unit variance."""
+    multiple: int = 1
+    """Heights and widths are multiples of this many pixels, beside what the dimensions' divisors say."""
+
+    def draw(self, tensor: TensorSpec, shape: Sequence[int], random: np.random.Generator) -> Array:
+        """Draw an input of this shape as the network may get it, for comparisons."""
+        values = self.values.get(tensor.name)
+        drawn: Array
+        if isinstance(values, Integers):
+            drawn = random.integers(0, values.below, shape)
+        elif isinstance(values, Uniform):
+            drawn = random.uniform(values.low, values.high, shape)
+        else:
+            drawn = random.standard_normal(shape)
+        return drawn.astype(tensor.dtype)
 
 
 def field_of(configs: Mapping[str, Config], folder: str, name: str, kind: type[T], default: T | None = None) -> T:
@@ -120,23 +197,49 @@ class ModelFamily(ABC):
 
     def profile(self, facts: ModelFacts) -> ShapeProfile:
         """Give the profile built when none is asked for."""
-        from trtdiff.types import DimRange
-
         step, latent = facts.sizes_multiple_of, facts.latent
 
         def span(native: int) -> DimRange:
             return DimRange(max(step, native // 2 // step * step), native, 2 * native)
 
-        return ShapeProfile({"batch": DimRange(1, 1, 4), "height": span(latent.height), "width": span(latent.width)})
+        branches = {"branches": DimRange(1, 2, 2), "embedded": DimRange(1, 1, 1), "embedded, branches": DimRange(1, 1, 2)}
+        return ShapeProfile(
+            {
+                "batch": DimRange(1, 1, 4),
+                "height": span(latent.height),
+                "width": span(latent.width),
+                "branches": branches[facts.guided_by],
+                **{name: DimRange(length, length, length) for name, length in facts.lengths.items()},
+            }
+        )
+
+    def schedule_call(self, scheduler: Config) -> "ScheduleCall":  # noqa: ARG002 - flow matching needs the config
+        """Give the way in which the diffusers pipeline calls its scheduler."""
+        from trtdiff.export.schedule_call import StableDiffusionCall
+
+        return StableDiffusionCall()
+
+    def diffusers_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Say the arguments of a call in the words of this family's diffusers pipeline."""
+        return arguments
 
     # --- runtime side
 
     @abstractmethod
     def encode(
         self,
-        prompts: Sequence[str],
+        texts: Sequence[str | None],
         facts: ModelFacts,
         tokenizers: Mapping[str, "Tokenizer"],
         sessions: Mapping[str, "Runs"],
+        *,
+        clip_skip: int = 0,
     ) -> dict[str, Array]:
-        """Turn prompts into the denoiser's conditions, by name, each [len(prompts), …] float32."""
+        """Turn prompts into the denoiser's conditions, by name, each [len(texts), …] float32.
+
+        None stands for a negative prompt that nobody gave. `clip_skip` leaves out so many of CLIP's last layers.
+        """
+
+    def conditions(self, wish: Wish, facts: ModelFacts) -> dict[str, Array]:  # noqa: ARG002 - other families need them
+        """Give the conditions that follow from sizes and guidance, by name, each [branches, …] float32."""
+        return {}

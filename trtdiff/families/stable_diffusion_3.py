@@ -1,0 +1,157 @@
+"""Stable Diffusion 3 and 3.5: two CLIP encoders and T5, which may be left out, a multimodal transformer, flow matching."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trtdiff.errors import CheckpointError
+from trtdiff.families import clip, t5
+from trtdiff.families.autoencoder import latent_dims, latent_facts, vae_components
+from trtdiff.families.base import TIMESTEPS, ComponentSpec, Config, ModelFacts, ModelFamily, field_of
+from trtdiff.types import Array, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from trtdiff.backends.base import Runs
+    from trtdiff.tokens import Tokenizer
+
+CLIPS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
+T5_TOKENS = 256
+"""Of a prompt for T5: the pipeline's own `max_sequence_length`. As many zeros stand there where T5 is left out."""
+
+
+class StableDiffusion3(ModelFamily):
+    """`StableDiffusion3Pipeline` checkpoints."""
+
+    name = "stable-diffusion-3"
+    pipelines = (
+        "StableDiffusion3Pipeline",
+        "StableDiffusion3Img2ImgPipeline",
+        "StableDiffusion3InpaintPipeline",
+    )
+
+    def facts(self, configs: Mapping[str, Config]) -> ModelFacts:
+        """Read the latent space from the VAE's config, the rest from the transformer's."""
+        latent = latent_facts(
+            configs, configs["transformer"].get("sample_size", 128), where="transformer/config.json: sample_size"
+        )
+        width = field_of(configs, "transformer", "joint_attention_dim", int, 4096)
+        clips = sum(field_of(configs, encoder, "hidden_size", int) for encoder in CLIPS)
+        pooled = sum(field_of(configs, encoder, "projection_dim", int, 512) for encoder in CLIPS)
+        has_t5 = "text_encoder_3" in configs
+        t5_width = field_of(configs, "text_encoder_3", "d_model", int) if has_t5 else width
+        expected = field_of(configs, "transformer", "pooled_projection_dim", int, 2048)
+        if t5_width != width or clips > width or pooled != expected:
+            raise CheckpointError(
+                f"the transformer attends to width {width} and a pooled text of {expected}; the text encoders have "
+                f"{clips} of CLIP, {t5_width} of T5 and {pooled} pooled",
+                where="transformer/config.json: joint_attention_dim, pooled_projection_dim",
+                hint="use the text encoders that this transformer was trained with",
+            )
+        _same_channels(configs, latent.channels)
+        tokens = {tokenizer: clip.token_facts(configs, tokenizer, encoder) for encoder, tokenizer in CLIPS.items()}
+        limit = min(facts.limit for facts in tokens.values())
+        if has_t5:
+            tokens["tokenizer_3"] = t5.token_facts(configs, "tokenizer_3", T5_TOKENS)
+        return ModelFacts(
+            latent=latent,
+            conditions=(
+                TensorSpec("encoder_hidden_states", "float32", ("batch", "context", width)),
+                TensorSpec("pooled_projections", "float32", ("batch", pooled)),
+            ),
+            tokens=tokens,
+            guidance=7.0,
+            sizes_multiple_of=latent.downscale * field_of(configs, "transformer", "patch_size", int, 2),
+            lengths={"tokens": limit, **({t5.TOKENS: T5_TOKENS} if has_t5 else {}), "context": limit + T5_TOKENS},
+            clip_layers=min(field_of(configs, encoder, "num_hidden_layers", int, 12) for encoder in CLIPS) - 1,
+            own={"width": width},
+        )
+
+    def components(self, configs: Mapping[str, Config]) -> tuple[ComponentSpec, ...]:
+        """Text encoders, transformer, VAE decoder and VAE encoder."""
+        facts = self.facts(configs)
+        dims = latent_dims(facts.latent)
+        transformer = ComponentSpec(
+            name="denoiser",
+            folder="transformer",
+            inputs=(
+                TensorSpec("sample", "float32", dims),
+                TensorSpec("timestep", "float32", ("batch",)),
+                *facts.conditions,
+            ),
+            outputs=(TensorSpec("prediction", "float32", dims),),
+            build=_denoiser,
+            prefix="transformer",
+            keep_high={"time_text_embed.time_proj": "a timestep's waves are computed in float32, whatever the type"},
+            values={"timestep": TIMESTEPS},
+            multiple=facts.sizes_multiple_of,
+        )
+        return (
+            *(clip.text_encoder(configs, encoder, reads="penultimate", projected=True) for encoder in CLIPS),
+            *([t5.text_encoder(configs, "text_encoder_3")] if "text_encoder_3" in configs else []),
+            transformer,
+            *vae_components(configs, facts.latent),
+        )
+
+    def encode(
+        self,
+        texts: Sequence[str | None],
+        facts: ModelFacts,
+        tokenizers: Mapping[str, "Tokenizer"],
+        sessions: Mapping[str, "Runs"],
+        *,
+        clip_skip: int = 0,
+    ) -> dict[str, Array]:
+        """Lay CLIP's penultimate layers side by side, padded to T5's width, and T5's rows below them."""
+        given = [text or "" for text in texts]
+        made = [
+            clip.run_clip(given, tokenizers[tokenizer], sessions[encoder], clip_skip=clip_skip)
+            for encoder, tokenizer in CLIPS.items()
+        ]
+        states = np.concatenate([one["encoder_hidden_states"] for one in made], axis=-1)  # [B, 77, clips]
+        states = np.pad(states, ((0, 0), (0, 0), (0, facts.own["width"] - states.shape[-1])))
+        if "tokenizer_3" in facts.tokens:
+            below = t5.run_t5(given, tokenizers["tokenizer_3"], sessions["text_encoder_3"])
+        else:
+            below = np.zeros((len(given), T5_TOKENS, facts.own["width"]), np.float32)
+        return {
+            "encoder_hidden_states": np.concatenate([states, below], axis=1),
+            "pooled_projections": np.concatenate([one["pooled"] for one in made], axis=-1),
+        }
+
+
+def _same_channels(configs: Mapping[str, Config], channels: int) -> None:
+    taken = field_of(configs, "transformer", "in_channels", int, 16)
+    if taken != channels:
+        raise CheckpointError(
+            f"the transformer takes {taken} channels, the VAE makes {channels}",
+            where="transformer/config.json: in_channels, vae/config.json: latent_channels",
+            hint="use the VAE that this transformer was trained with",
+        )
+
+
+def _denoiser(config: Config) -> "torch.nn.Module":
+    import torch
+    from diffusers import SD3Transformer2DModel
+
+    class Denoiser(torch.nn.Module):
+        transformer: Any
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.transformer = SD3Transformer2DModel.from_config(dict(config))  # type: ignore[no-untyped-call]
+
+        def forward(
+            self,
+            sample: torch.Tensor,
+            timestep: torch.Tensor,
+            encoder_hidden_states: torch.Tensor,
+            pooled_projections: torch.Tensor,
+        ) -> Any:
+            return self.transformer(
+                sample, encoder_hidden_states, pooled_projections, timestep, return_dict=False
+            )[0]
+
+    return Denoiser().eval()
