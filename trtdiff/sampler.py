@@ -11,9 +11,9 @@ window_i is [x_{i-m}, pred_{i-m}, noise_{i-m}, …, x_{i-1}, pred_{i-1}, noise_{
 -1 is the start: x_{-1} the clean latent of image-to-image (else zeros), pred_{-1} zeros, noise_{-1} the first N(0, 1)
 draw. Entries before that do not exist; their coefficients are zero.
 
-A mask that keeps a part of the picture (inpainting by a model that knows nothing of masks) replaces x_i there, for every
-i, by what that part is at this point of the loop: known[i, 0] · x_{-1} + known[i, 1] · noise_{-1}. Diffusers does so
-after each step. As everything but the model acts element by element, what stands in the log of a kept element never
+A mask that keeps a part of the picture (inpainting by a model that knows nothing of masks) replaces x_i there, for
+every i, by what that part is at this point of the loop: known[i, 0] · x_{-1} + known[i, 1] · noise_{-1}. Diffusers does
+so after each step. As everything but the model acts element by element, what stands in the log of a kept element never
 reaches a painted one.
 
 Tables are made from diffusers' own schedulers by `trtdiff.export.schedulers`; here they are only read and run.

@@ -171,7 +171,7 @@ MASK = (np.arange(64) % 3 > 0).astype(float).reshape(1, 1, 8, 8)
 
 @pytest.mark.parametrize("name", [DEFAULT, *SCHEDULERS])
 def test_a_mask_keeps_the_picture_as_the_inpainting_loop_does(name):
-    """In float64; schedulers that remember latents (UniPC, SA-Solver) carry nothing from kept elements to painted ones."""
+    """In float64. Schedulers that remember latents (UniPC, SA-Solver) carry nothing from kept to painted elements."""
     scheduler, call = make_scheduler(SD15, name), StableDiffusionCall()
     pages, report = compile_sampler(scheduler, name, call, steps=(1, 2, 9))
     assert report.no_mask == ""
@@ -482,7 +482,7 @@ def test_the_loop_equals_the_real_pipeline(pipelines, name, strength):
 @pytest.mark.parametrize("name", [DEFAULT, "euler_a", "dpmpp_2m_karras", "unipc", "heun"])
 @pytest.mark.parametrize("strength", [1.0, 0.6])
 def test_the_masked_loop_equals_the_real_inpainting_pipeline(pipelines, name, strength, tmp_path):
-    """StableDiffusionInpaintPipeline with a UNet of 4 channels, which knows nothing of masks; strength 1 is no start."""
+    """StableDiffusionInpaintPipeline with a UNet of 4 channels, which knows nothing of masks; strength 1: no start."""
     steps, seed, embeds = 6, 4, torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(5))
     pipe = diffusers.StableDiffusionInpaintPipeline(scheduler=diffusers.PNDMScheduler.from_config(SD15), **pipelines)
     pipe.set_progress_bar_config(disable=True)

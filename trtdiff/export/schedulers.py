@@ -208,9 +208,8 @@ def compile_sampler(
                 f"{name}: {kind} runs at no step count: {next(iter(refused_steps.values()))}", where=where
             )
         window = _window(name, [run for _, run in runs.values()])
-        pages = SamplerPages(
-            name, kind, _identity(scheduler, call), window, refused_steps, getattr(scheduler, "order", 1)
-        )
+        order = getattr(scheduler, "order", 1)
+        pages = SamplerPages(name, kind, _identity(scheduler, call), window, refused_steps, order)
         for done, (count, (prober, full)) in enumerate(runs.items()):
             pages.add(count, None, full)
             try:
