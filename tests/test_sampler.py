@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -42,6 +43,13 @@ def model(latent, timestep, _call):
     return np.tanh(latent) + 0.01 * timestep
 
 
+def with_known(table, seed=0):
+    """Give the table random rows for a mask."""
+    known = np.random.default_rng(seed).uniform(-1, 1, (table.calls + 1, 2))
+    known[0], known[-1] = table.coefficients[0, [-3, -1]], (1, 0)
+    return replace(table, known=known)
+
+
 def plain_loop(table, noise, clean, noises):
     """The recurrence as it is written in the module's docstring, over a dictionary that forgets nothing."""
     zero = np.zeros_like(noise)
@@ -65,6 +73,28 @@ def test_the_log_computes_the_recurrence_over_any_number_of_laps(window, calls, 
     draws = iter(noises)
     got = run_loop(table, model, noise, clean=clean, draw=lambda: next(draws))
     np.testing.assert_allclose(got, plain_loop(table, noise, clean, noises), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("calls", [1, 2, 20])
+def test_a_mask_replaces_every_latent_that_the_model_sees(calls):
+    table = with_known(make_table(2, calls, start=0, stochastic=False))
+    noise, clean = np.random.default_rng(1).standard_normal((2, *SHAPE))
+    mask = np.arange(12).reshape(1, 1, 3, 4) % 2
+    kept = np.broadcast_to(mask == 0, SHAPE)
+    seen = []
+
+    def watching(latent, timestep, call):
+        seen.append(latent / table.scales[call])
+        return model(latent, timestep, call)
+
+    got = run_loop(table, watching, noise, clean=clean, mask=mask)
+    for latent, (c, n) in zip([*seen, got], table.known, strict=True):
+        np.testing.assert_allclose(latent[kept], (c * clean + n * noise)[kept], rtol=1e-12, atol=1e-12)
+    pointwise = run_loop(table, model, noise, clean=clean)
+    np.testing.assert_allclose(got[~kept], pointwise[~kept], rtol=1e-12, atol=1e-12)
+    for without in ({"table": table}, {"table": replace(table, known=None), "clean": clean}):
+        with pytest.raises(UsageError, match="part of a picture"):
+            run_loop(**without, predict=model, noise=noise, mask=mask)
 
 
 @pytest.mark.parametrize("window", [1, 2, 4, 20])
@@ -116,6 +146,12 @@ def test_images_with_different_tables_share_a_batch():
     batch = stack_tables(tables)
     assert batch.coefficients.shape == (41, 12, 3)
     assert batch.coefficients.dtype == batch.scales.dtype == batch.timesteps.dtype == np.float32
+    assert batch.known is None
+    masked = stack_tables([with_known(table) for table in tables]).known
+    assert masked.shape == (41, 2, 3)
+    assert masked.dtype == np.float32
+    assert np.array_equal(masked[:10, :, 1], with_known(tables[1]).known.astype(np.float32))
+    assert (masked[3:, :, 0] == [1, 0]).all()
     random = np.random.default_rng(0)
     noises = random.standard_normal((3, 41, *SHAPE[1:])).astype(np.float32)
     log = LatentLog(np.empty((slots_for(batch.window), 3, *SHAPE[1:]), np.float32), batch.window)
@@ -176,6 +212,10 @@ def test_a_batch_can_be_given_a_longer_window_but_not_a_shorter_one():
         ({"coefficients": np.ones((3, 3))}, "pred_"),
         ({"coefficients": np.array([[0, 0, 1], [1, 1, 1], [1, 1, 0.0]])}, "not drawn"),
         ({"scales": np.array([1.0, 0.0])}, "scale"),
+        ({"known": np.zeros((2, 2))}, "mask"),
+        ({"known": np.array([[0, 1], [np.nan, 0], [1, 0]])}, "mask"),
+        ({"known": np.array([[1, 1], [0, 0], [1, 0]])}, "x_0"),
+        ({"known": np.array([[0, 1], [0, 0], [1, 1]])}, "clean"),
         ({"coefficients": np.ones((1, 3)), "scales": np.ones(0), "timesteps": np.ones(0), "draws": np.ones(0)}, "call"),
     ],
 )
@@ -233,12 +273,14 @@ def ab2_run(calls, first=0, rows=None):
         run.rows.append(row)
         run.scales.append(1.0)
         run.draws.append(False)
+        if call + 1 < calls:
+            run.known.append((call + 1.0, 2.0 - call))
     return run
 
 
 @pytest.fixture
 def book_path(tmp_path):
-    pages = SamplerPages("ab2", "AdamsBashforth", {"order": 2}, 2, {5: "no fives"})
+    pages = SamplerPages("ab2", "AdamsBashforth", {"order": 2}, 2, {5: "no fives"}, order=2)
     for steps in (1, 2, 3, 4, 8):
         pages.add(steps, None, ab2_run(steps))
         for start in range(steps):
@@ -264,6 +306,8 @@ def test_a_book_gives_back_what_was_added(book_path):
             assert np.array_equal(table.coefficients[1:], run.coefficients(2)[0])
             assert np.array_equal(table.coefficients[0], [0, 0, 0, float((start or 0) > 0), 0, 2])
             assert np.array_equal(table.timesteps, run.timesteps)
+            assert np.array_equal(table.known, [(run.clean, run.noise), *run.known, (1, 0)])
+            assert table.order == 2
             assert not table.stochastic
 
 
@@ -322,9 +366,9 @@ def test_an_edited_file_is_an_artefact_error(book_path):
     rewrite()
     assert SamplerBook.open(book_path).table("ab2", 4).calls == 4
     for edit in (
-        {"drop": "euler/rows"}, {"schema": 2}, {"samplers": [{"name": "ab2"}]}, {"samplers": []}, {"format": 3},
+        {"drop": "euler/rows"}, {"schema": 1}, {"samplers": [{"name": "ab2"}]}, {"samplers": []}, {"format": 3},
         {"change": {"ab2/rows": nan}}, {"change": {"ab2/index": far}}, {"change": {"ab2/first": far}},
-        {"change": {"ab2/draws": np.zeros(3, np.uint8)}},
+        {"change": {"ab2/draws": np.zeros(3, np.uint8)}}, {"change": {"ab2/known": tensors["ab2/known"][:, :1]}},
         {"change": {"ab2/rows": tensors["ab2/rows"].astype(np.float64)}},
     ):  # fmt: skip
         rewrite(**edit)

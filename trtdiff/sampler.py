@@ -11,6 +11,11 @@ window_i is [x_{i-m}, pred_{i-m}, noise_{i-m}, …, x_{i-1}, pred_{i-1}, noise_{
 -1 is the start: x_{-1} the clean latent of image-to-image (else zeros), pred_{-1} zeros, noise_{-1} the first N(0, 1)
 draw. Entries before that do not exist; their coefficients are zero.
 
+A mask that keeps a part of the picture (inpainting by a model that knows nothing of masks) replaces x_i there, for
+every i, by what that part is at this point of the loop: known[i, 0] · x_{-1} + known[i, 1] · noise_{-1}. Diffusers does
+so after each step. As everything but the model acts element by element, what stands in the log of a kept element never
+reaches a painted one.
+
 Tables are made from diffusers' own schedulers by `trtdiff.export.schedulers`; here they are only read and run.
 """
 
@@ -45,6 +50,11 @@ class SamplerTable:
     """Whether diffusers draws a noise during the step that follows call i (used or not: the stream moves on)."""
     residual: float
     """Largest coefficient that the window could not express, relative to its row; 0 where nothing was rewritten."""
+    order: int = 1
+    """Timesteps a step, as diffusers has it: 2 for Heun and KDPM2."""
+    known: npt.NDArray[np.float64] | None = None  # [calls + 1, 2]
+    """x_i where a mask keeps the picture. The first row is x_0's own, the last is (1, 0); None where the scheduler has
+    no way to add noise. Without a start it is strength 1 of an inpainting pipeline, which begins with pure noise."""
 
     def __post_init__(self) -> None:
         calls, (rows, width) = self.calls, self.coefficients.shape
@@ -67,10 +77,21 @@ class SamplerTable:
                 "a coefficient is on pred_{-1}": self.coefficients[(entry == -1) & (kind == 1)].any(),
                 "a coefficient is on a noise that is not drawn": self.coefficients[~drawn & (kind == 2)].any(),
                 "a scale is not positive": (self.scales <= 0).any(),
-            }
+            } | self._faults_of_known()
         for fault, found in faults.items():
             if found:
                 raise UsageError(f"not a sampler table: {fault}", where=where)
+
+    def _faults_of_known(self) -> dict[str, bool]:
+        if self.known is None:
+            return {}
+        if self.known.shape != (self.calls + 1, 2) or not np.isfinite(self.known).all():
+            return {"its rows for a mask are not two finite numbers a latent": True}
+        first = self.coefficients[0, [-ENTRY, -1]]
+        return {
+            "with a mask it does not start with its own x_0": not np.array_equal(self.known[0], first),
+            "with a mask it does not end with the clean latent": not np.array_equal(self.known[-1], [1, 0]),
+        }
 
     @property
     def calls(self) -> int:
@@ -103,6 +124,8 @@ class SamplerBatch:
     timesteps: npt.NDArray[np.float32]  # [calls, B]
     scales: npt.NDArray[np.float32]  # [calls, B]
     draws: npt.NDArray[np.bool_]  # [calls, B]
+    known: npt.NDArray[np.float32] | None  # [calls + 1, 2, B]
+    """None where one of the tables has none."""
 
     @property
     def calls(self) -> int:
@@ -128,6 +151,8 @@ def stack_tables(tables: Sequence[SamplerTable], window: int | None = None) -> S
     coefficients = np.zeros((calls + 1, ENTRY * window, len(tables)), np.float32)
     timesteps, scales = (np.empty((calls, len(tables)), np.float32) for _ in range(2))
     draws = np.zeros((calls, len(tables)), np.bool_)
+    known = np.zeros((calls + 1, 2, len(tables)), np.float32)
+    known[:, 0] = 1
     for image, table in enumerate(tables):
         coefficients[: table.calls + 1, :, image] = table.widened(window).coefficients
         coefficients[table.calls + 1 :, -ENTRY, image] = 1
@@ -135,7 +160,10 @@ def stack_tables(tables: Sequence[SamplerTable], window: int | None = None) -> S
             target[: table.calls, image] = values
             target[table.calls :, image] = values[-1]
         draws[: table.calls, image] = table.draws
-    return SamplerBatch(coefficients, timesteps, scales, draws)
+        if table.known is not None:
+            known[: table.calls + 1, :, image] = table.known
+    complete = all(table.known is not None for table in tables)
+    return SamplerBatch(coefficients, timesteps, scales, draws, known if complete else None)
 
 
 def run_loop(
@@ -145,12 +173,18 @@ def run_loop(
     *,
     clean: Array | None = None,
     draw: Callable[[], Array] | None = None,
+    mask: Array | None = None,
 ) -> Array:  # [B, C, h, w]
     """Run a table over a latent log in numpy: the reference for every other loop.
 
     `predict(model_input [B, C, h, w], timestep, call)` is the model. `noise` is the N(0, 1) start [B, C, h, w] and
     gives the number type that the loop computes in; `clean` is image-to-image's latent; `draw()` gives the next noise.
+    `mask` [B, 1, h, w] is 1 where the model paints and 0 where the clean latent stays.
     """
+    if mask is not None and table.known is None:
+        raise UsageError(f"sampler {table.name} cannot keep a part of a picture")
+    if mask is not None and clean is None:
+        raise UsageError("a mask keeps a part of a picture: that needs a clean latent")
     if clean is None and table.start is not None:
         raise UsageError(f"sampler {table.name} starts at step {table.start}: that needs a clean latent")
     if draw is None and table.stochastic:
@@ -158,15 +192,23 @@ def run_loop(
     log = LatentLog(np.empty((slots_for(table.window), *noise.shape), noise.dtype), table.window)
     log.start(noise, clean)
     rows = table.coefficients.astype(noise.dtype)
+
+    def latent(call: int) -> Array:
+        value: Array = np.einsum("k,k...->...", rows[call], log.window)
+        if mask is None or clean is None or table.known is None:
+            return value
+        kept = table.known.astype(noise.dtype)[call]
+        mixed: Array = np.where(mask, value, kept[0] * clean + kept[1] * noise)
+        return mixed
+
     for call in range(table.calls):
-        np.einsum("k,k...->...", rows[call], log.window, out=log.latent)
+        log.latent[...] = latent(call)
         scale = noise.dtype.type(table.scales[call])
         log.prediction[...] = predict(scale * log.latent, float(table.timesteps[call]), call)
         if table.draws[call] and draw is not None:
             log.noise[...] = draw()
         log.advance()
-    result: Array = np.einsum("k,k...->...", rows[-1], log.window)
-    return result
+    return latent(table.calls)
 
 
 def start_of_strength(steps: int, strength: float) -> int:

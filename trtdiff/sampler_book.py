@@ -1,6 +1,6 @@
 """The file of a bundle's sampler tables: every scheduler, step count and image-to-image start, opened in a millisecond.
 
-A safetensors file. Its metadata says which samplers there are; each has six tensors, read when first asked for:
+A safetensors file. Its metadata says which samplers there are; each has seven tensors, read when first asked for:
 
     <name>/rows       [R, columns] float32  coefficients of x_1, x_2, … on the columns that are ever used; a row that
                                             several starts share stands here once
@@ -8,6 +8,8 @@ A safetensors file. Its metadata says which samplers there are; each has six ten
     <name>/timesteps  [T] float32           what the model is given, one a call (its embedding rounds to float32 anyway)
     <name>/scales     [T] float32           latent to model input
     <name>/draws      [T] uint8             1 where a noise is drawn
+    <name>/known      [T, 2] float32        x_i where a mask keeps the picture, i = 1 … calls - 1: coefficients of the
+                                            clean latent and of the first noise; [0, 2] if the scheduler adds no noise
     <name>/index      [tables, 7] int32     steps, start (-1: text to image), calls, first timestep,
                                             first own row, own rows, first shared row
 
@@ -30,13 +32,14 @@ from trtdiff.sampler import SamplerTable
 from trtdiff.types import Array
 
 FORMAT = "trtdiff-samplers"
-SCHEMA = 1
+SCHEMA = 2
 TENSORS = {
     "rows": np.float32,
     "first": np.float32,
     "timesteps": np.float32,
     "scales": np.float32,
     "draws": np.uint8,
+    "known": np.float32,
     "index": np.int32,
 }
 TEXT = -1
@@ -60,8 +63,12 @@ class SamplerInfo:
     """Largest relative difference from diffusers' own loop, measured when compiled."""
     refused: Mapping[str, str]
     """Step counts that the scheduler refuses, each with its reason."""
+    order: int
+    """Timesteps a step, as diffusers has it: a start skips start · order of them."""
     no_image: str
     """Why there are no tables for image to image, where there are none."""
+    no_mask: str
+    """Why tables have no rows for a mask that keeps the picture, where they have none."""
 
 
 @dataclass
@@ -119,6 +126,17 @@ class SamplerBook:
             raise self._missing(name, steps, start)
         return table
 
+    def masked_table(self, name: str, steps: int, start: int | None = None) -> SamplerTable:
+        """Give one table whose `known` is there, or say why this sampler cannot keep a part of a picture.
+
+        `start` None is what the inpainting pipelines of Stable Diffusion make of strength 1: pure noise.
+        """
+        table = self.table(name, steps, start)
+        if table.known is None:
+            because = self.samplers[name].no_mask
+            raise UsageError(f"sampler {name} cannot keep a part of a picture ({because})", hint="choose another one")
+        return table
+
     def _page(self, name: str) -> dict[str, Array]:
         if name not in self.samplers:
             raise UsageError(f"no sampler is called {name!r}", where=str(self.path), hint=near(name, self.names))
@@ -134,6 +152,7 @@ class SamplerBook:
                 or shapes["index"][1:] != (7,)
                 or shapes["first"] != (len(page["index"]), 2)
                 or not shapes["timesteps"] == shapes["scales"] == shapes["draws"] == times
+                or shapes["known"] != (0 if self.samplers[name].no_mask else times[0], 2)
             ):
                 raise _damaged(self.path, f"the tensors of sampler {name} have shapes {shapes}")
             self._pages[name] = page
@@ -166,6 +185,9 @@ def read_table(info: SamplerInfo, page: Mapping[str, Array], steps: int, start: 
     coefficients[1 : owned + 1, info.columns] = page["rows"][own : own + owned]
     coefficients[owned + 1 :, info.columns] = page["rows"][shared : shared + rest]
     now = slice(time, time + calls)
+    known = None
+    if not info.no_mask:
+        known = np.array([page["first"][found[0]], *page["known"][now][1:], [1, 0]], np.float64)
     return SamplerTable(
         name=info.name,
         digest=info.digest,
@@ -176,6 +198,8 @@ def read_table(info: SamplerInfo, page: Mapping[str, Array], steps: int, start: 
         timesteps=page["timesteps"][now].astype(np.float32),
         draws=page["draws"][now].astype(np.bool_),
         residual=info.residual,
+        order=info.order,
+        known=known,
     )
 
 

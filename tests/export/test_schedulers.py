@@ -5,7 +5,7 @@ Whether a table is exact is measured in float64 when it is compiled (`affinity`)
 
 import inspect
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from trtdiff.sampler_book import SamplerBook, read_table
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 
+from trtdiff.export.affinity import table_error  # noqa: E402
 from trtdiff.export.sampler_pages import write_book  # noqa: E402
 from trtdiff.export.schedule_call import StableDiffusionCall, diffusers_loop  # noqa: E402
 from trtdiff.export.scheduler_rows import Prober, Stage, replaced  # noqa: E402
@@ -165,6 +166,30 @@ def test_every_option_equals_diffusers(class_name, options):
     check(getattr(diffusers, class_name).from_config(SD15, **options))
 
 
+MASK = (np.arange(64) % 3 > 0).astype(float).reshape(1, 1, 8, 8)
+
+
+@pytest.mark.parametrize("name", [DEFAULT, *SCHEDULERS])
+def test_a_mask_keeps_the_picture_as_the_inpainting_loop_does(name):
+    """In float64. Schedulers that remember latents (UniPC, SA-Solver) carry nothing from kept to painted elements."""
+    scheduler, call = make_scheduler(SD15, name), StableDiffusionCall()
+    pages, report = compile_sampler(scheduler, name, call, steps=(1, 2, 9))
+    assert report.no_mask == ""
+    info, tensors = pages.info(), pages.tensors()
+    for steps in report.steps:
+        for start in {None, 0, steps // 2}:
+            table = read_table(info, tensors, steps, start)
+            assert table_error(scheduler, call, table, mask=MASK) < 1e-12
+            if table.calls > 1:
+                wrong = replace(table, known=table.known + np.eye(1, table.calls + 1, table.calls - 1).T)
+                assert table_error(scheduler, call, wrong, mask=MASK) > 1e-5
+
+
+def test_known_rows_are_shared_by_the_starts():
+    pages, _ = compile_sampler(make_scheduler(SD15, "euler"), "euler", StableDiffusionCall(), steps=(20,))
+    assert len(pages.tensors()["known"]) == 20
+
+
 @pytest.mark.parametrize("name", ["ddim", "tcd"])
 @pytest.mark.parametrize("eta", [0.3, 1.0])
 def test_eta(name, eta):
@@ -209,8 +234,12 @@ def test_a_scheduler_that_cannot_add_noise_has_no_image_to_image(tmp_path):
     assert "add_noise" in report.no_image
     compare(diffusers.IPNDMScheduler(), StableDiffusionCall(), read_table(pages.info(), pages.tensors(), 7, None))
     write_book(tmp_path / "book", [pages], {})
+    book = SamplerBook.open(tmp_path / "book")
     with pytest.raises(UsageError, match="cannot start from an image"):
-        SamplerBook.open(tmp_path / "book").table("ipndm", 7, 3)
+        book.table("ipndm", 7, 3)
+    assert book.table("ipndm", 7).known is None
+    with pytest.raises(UsageError, match=r"cannot keep a part of a picture \(AttributeError: .*add_noise"):
+        book.masked_table("ipndm", 7)
 
 
 @pytest.mark.parametrize("options", [{"solver_type": "bh1"}, {"predict_x0": False}, {"lower_order_final": False}])
@@ -448,3 +477,35 @@ def test_the_loop_equals_the_real_pipeline(pipelines, name, strength):
         begin = None if strength is None else clean[image : image + 1].numpy()
         got = run_loop(table, unet, stream.randn(SHAPE), clean=begin, draw=lambda stream=stream: stream.randn(SHAPE))
         assert np.abs(got[0] - expected[image]).max() <= 1e-5 * np.abs(expected[image]).max()
+
+
+@pytest.mark.parametrize("name", [DEFAULT, "euler_a", "dpmpp_2m_karras", "unipc", "heun"])
+@pytest.mark.parametrize("strength", [1.0, 0.6])
+def test_the_masked_loop_equals_the_real_inpainting_pipeline(pipelines, name, strength, tmp_path):
+    """StableDiffusionInpaintPipeline with a UNet of 4 channels, which knows nothing of masks; strength 1: no start."""
+    steps, seed, embeds = 6, 4, torch.randn(1, 3, 8, generator=torch.Generator().manual_seed(5))
+    pipe = diffusers.StableDiffusionInpaintPipeline(scheduler=diffusers.PNDMScheduler.from_config(SD15), **pipelines)
+    pipe.set_progress_bar_config(disable=True)
+    if name != DEFAULT:
+        choice = SCHEDULERS[name]
+        pipe.scheduler = getattr(diffusers, choice.class_name).from_config(pipe.scheduler.config, **choice.overrides)
+    clean = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(6))
+    expected = pipe(
+        prompt_embeds=embeds, num_inference_steps=steps, guidance_scale=1.0, output_type="latent", image=clean,
+        mask_image=torch.from_numpy(MASK).repeat_interleave(8, 2).repeat_interleave(8, 3).float(),
+        masked_image_latents=clean, height=64, width=64, strength=strength,
+        generator=torch.Generator().manual_seed(seed),
+    ).images.numpy()  # fmt: skip
+
+    compile_samplers(SD15, [name], path=tmp_path / "book", steps=[steps])
+    table = SamplerBook.open(tmp_path / "book").masked_table(name, steps, None if strength == 1 else 3)
+
+    def unet(latent, timestep, _index):
+        with torch.no_grad():
+            return pipelines["unet"](torch.from_numpy(latent), timestep, encoder_hidden_states=embeds).sample.numpy()
+
+    stream = TorchStream(seed)
+    noise = stream.randn(SHAPE)
+    got = run_loop(table, unet, noise, clean=clean.numpy(), draw=lambda: stream.randn(SHAPE), mask=MASK)
+    assert np.array_equal(got[..., MASK[0, 0] == 0], clean.numpy()[..., MASK[0, 0] == 0])
+    assert np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max()

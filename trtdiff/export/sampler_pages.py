@@ -32,7 +32,7 @@ class _Full:
     row: int
     time: int
     rows: Values
-    timeline: Values  # [3, calls]
+    timeline: Values  # [5, calls], timesteps, scales, draws, and `known` in two rows
 
 
 @dataclass
@@ -44,7 +44,9 @@ class SamplerPages:
     identity: Mapping[str, Any]
     window: int
     refused: Mapping[int, str]
+    order: int = 1
     no_image: str = ""
+    no_mask: str = ""
     residual: float = 0.0
     affinity: float = 0.0
     _first: list[tuple[float, float]] = field(default_factory=list)
@@ -65,7 +67,11 @@ class SamplerPages:
         rows, residual = run.coefficients(self.window)
         self.residual = max(self.residual, residual)
         self._first.append((run.clean, run.noise))
-        timeline = np.stack([run.timesteps[: len(run.scales)], run.scales, run.draws])
+        self.no_mask = self.no_mask or run.no_mask
+        known = np.zeros((2, len(rows)))  # x_0 is none of it: that is what a start owns
+        if not self.no_mask:
+            known[:, 1:] = np.reshape(run.known[: len(rows) - 1], (-1, 2)).T
+        timeline = np.stack([run.timesteps[: len(run.scales)], run.scales, run.draws, *known])
         if start is None:
             full = self._full[steps] = _Full(self._stored, self._times, rows, timeline)
             self._store(rows, timeline)
@@ -78,7 +84,7 @@ class SamplerPages:
         own = int(differ[-1]) + 1 if len(differ) else 0
         rest = full.timeline[:, run.first :]
         whole = np.concatenate([timeline, rest[:, timeline.shape[1] :]], axis=1)
-        whole[0] = run.timesteps
+        whole[0], whole[3:, 0] = run.timesteps, rest[3:, 0]
         same = np.array_equal(whole, rest)
         time = full.time + run.first if same else self._times
         self._index.append((steps, start, calls, time, self._stored, own, full.row + run.first + own))
@@ -96,14 +102,17 @@ class SamplerPages:
             columns=tuple(columns),
             residual=self.residual,
             affinity=self.affinity,
+            order=self.order,
             no_image=self.no_image,
+            no_mask=self.no_mask,
             refused={str(steps): reason for steps, reason in self.refused.items()},
         )
 
     def tensors(self) -> dict[str, Array]:
-        """Give the six tensors of this sampler as the file lists them, but unrounded."""
-        timesteps, scales, draws = np.concatenate(self._timeline, axis=1)
+        """Give the seven tensors of this sampler as the file lists them, but unrounded."""
+        timesteps, scales, draws, *known = np.concatenate(self._timeline, axis=1)
         arrays = {"timesteps": timesteps, "scales": scales, "draws": draws, "index": np.array(self._index)}
+        arrays["known"] = np.zeros((0, 2)) if self.no_mask else np.stack(known, axis=1)
         arrays["first"] = np.array(self._first)
         arrays["rows"] = np.concatenate(self._rows)[:, self.info().columns]
         return {name: arrays[name] for name in TENSORS}

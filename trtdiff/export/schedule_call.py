@@ -38,6 +38,10 @@ class ScheduleCall(ABC):
         """Make x_0 from the N(0, 1) draw and, for image to image, the clean latent."""
 
     @abstractmethod
+    def noised(self, scheduler: Any, clean: Any, noise: Any, timestep: Any) -> Any:
+        """Add noise to a clean latent, as much as belongs to a timestep ([1] or [B]) at this point of the loop."""
+
+    @abstractmethod
     def model_input(self, scheduler: Any, latent: Any, timestep: Any) -> Any:
         """Scale a latent for the model."""
 
@@ -85,7 +89,11 @@ class StableDiffusionCall(ScheduleCall):
         """`prepare_latents` of either pipeline."""
         if clean is None:
             return noise * scheduler.init_noise_sigma
-        return scheduler.add_noise(clean, noise, timesteps[:1].repeat(len(clean)))
+        return self.noised(scheduler, clean, noise, timesteps[:1].repeat(len(clean)))
+
+    def noised(self, scheduler: Any, clean: Any, noise: Any, timestep: Any) -> Any:
+        """`add_noise`; several schedulers go by the step that they are at, not by the timestep."""
+        return scheduler.add_noise(clean, noise, timestep)
 
     def model_input(self, scheduler: Any, latent: Any, timestep: Any) -> Any:
         """`scale_model_input`, which a few schedulers lack."""
@@ -114,15 +122,23 @@ def diffusers_loop(
     noise: Any,
     clean: Any | None,
     generator: Any,
+    mask: Any | None = None,
 ) -> Any:  # [B, C, h, w]
     """Run diffusers' own denoising loop: the reference that tables are held against.
 
-    `predict(model_input, timestep, call index)` is the model; `noise` and `clean` are torch tensors [B, C, h, w].
+    `predict(model_input, timestep, call index)` is the model; `noise` and `clean` are torch tensors [B, C, h, w]. With
+    a `mask` [B, 1, h, w] it is the loop of the inpainting pipelines for models that know nothing of masks: 1 where the
+    model paints, 0 where the clean latent stays. No start means strength 1 there: pure noise, from step 0.
     """
     call.set_timesteps(scheduler, steps)
-    timesteps = call.timesteps(scheduler, steps, start)
+    timesteps = call.timesteps(scheduler, steps, 0 if start is None and mask is not None else start)
     latent = call.first_latent(scheduler, noise, clean if start is not None else None, timesteps)
     for index, timestep in enumerate(timesteps):
         prediction = predict(call.model_input(scheduler, latent, timestep), timestep, index)
         latent = call.step(scheduler, prediction, timestep, latent, generator)
+        if mask is not None:
+            known = clean
+            if index < len(timesteps) - 1:
+                known = call.noised(scheduler, clean, noise, timesteps[index + 1 : index + 2])
+            latent = (1 - mask) * known + mask * latent
     return latent

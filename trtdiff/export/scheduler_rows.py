@@ -52,6 +52,11 @@ class Run:
     draws: list[bool] = field(default_factory=list)
     states: list[Mapping[str, Any]] = field(default_factory=list)
     """What the scheduler holds after each of these calls."""
+    known: list[tuple[float, float]] = field(default_factory=list)
+    """x_{first + 1}, x_{first + 2}, … where a mask keeps the picture: coefficients of the clean latent and of the first
+    noise. None for the result, which is the clean latent."""
+    no_mask: str = ""
+    """Why `known` ends early, where it does."""
     shortened: dict[tuple[int, int], Row] = field(default_factory=dict)
     """Tensors of the states, by id and call, shortened to the window: every start compares with the same ones."""
 
@@ -117,6 +122,8 @@ class Prober:
         for index, timestep in enumerate(timesteps):
             with _its_reason():
                 self._step(run, index, timestep)
+            if index + 1 < len(timesteps) and not run.no_mask:
+                self._keep(run, start, timesteps[index + 1 : index + 2])
             if full is not None and self._agree(run, full, window):
                 break
         if not (np.isfinite(run.rows).all() and np.isfinite([*run.scales, run.clean, run.noise]).all()):
@@ -144,6 +151,26 @@ class Prober:
         run.scales.append(float(scaled[ENTRY * entry]))
         run.draws.append(bool(drawn))
         run.states.append(_held(self.scheduler))
+
+    def _keep(self, run: Run, start: int | None, timestep: Any) -> None:
+        """Ask the scheduler, where it stands now, for the latent that a mask keeps: a row over clean latent and noise.
+
+        Without a start this is strength 1 of an inpainting pipeline, which begins at step 0 like any image to image.
+        """
+        state = dict(vars(self.scheduler))
+        clean, noise = self.basis[:2, ..., :2]
+        try:
+            with _its_reason():
+                if start is None:
+                    self.call.timesteps(self.scheduler, self.steps, 0)
+                row = self.call.noised(self.scheduler, clean, noise, timestep).flatten().tolist()
+            run.known.append((row[0], row[1]))
+            run.no_mask = "" if np.isfinite(row).all() else "diffusers' own noised latent is not finite"
+        except RefusedSteps as error:
+            run.no_mask = str(error)
+        finally:
+            vars(self.scheduler).clear()
+            vars(self.scheduler).update(state)
 
     def _agree(self, run: Run, full: Run, window: int) -> bool:
         """Whether the scheduler, after the run's last call, holds what it held there in the full run."""

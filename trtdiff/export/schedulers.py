@@ -105,6 +105,8 @@ class SamplerReport:
     """Step counts that the scheduler itself refuses, each with its reason."""
     no_image: str
     """Why image to image is impossible, where it is."""
+    no_mask: str
+    """Why a mask cannot keep a part of a picture, where it cannot."""
     rows: int
     """Rows stored."""
     seconds: float
@@ -207,7 +209,8 @@ def compile_sampler(
                 f"{name}: {kind} runs at no step count: {next(iter(refused_steps.values()))}", where=where
             )
         window = _window(name, [run for _, run in runs.values()])
-        pages = SamplerPages(name, kind, _identity(scheduler, call), window, refused_steps)
+        order = getattr(scheduler, "order", 1)
+        pages = SamplerPages(name, kind, _identity(scheduler, call), window, refused_steps, order)
         for done, (count, (prober, full)) in enumerate(runs.items()):
             pages.add(count, None, full)
             try:
@@ -229,6 +232,7 @@ def compile_sampler(
         steps=tuple(runs),
         refused_steps=refused_steps,
         no_image=pages.no_image,
+        no_mask=pages.no_mask,
         rows=pages.stored_rows,
         seconds=time.perf_counter() - began,
     )
