@@ -16,11 +16,14 @@ def own_digest_memo(tmp_path_factory, monkeypatch):
 
 
 GRAPHS = {
-    "text_encoder": """text_encoder (int64[batch, tokens] input_ids) => (float[batch, tokens, 16] encoder_hidden_states)
+    "text_encoder": """text_encoder (int64[batch, tokens] input_ids, int64[1] clip_skip)
+                          => (float[batch, tokens, 16] encoder_hidden_states)
         { table = Cast <to = 1> (text_embedding)
-          encoder_hidden_states = Gather (table, input_ids) }""",
+          whole = Gather (table, input_ids)
+          skipped = Cast <to = 1> (clip_skip)
+          encoder_hidden_states = Add (whole, skipped) }""",
     "denoiser": """denoiser (float[batch, 4, "height/8", "width/8"] sample, float[batch] timestep,
-                             float[batch, tokens, 16] encoder_hidden_states)
+                             float[batch, context, 16] encoder_hidden_states)
                           => (float[batch, 4, "height/8", "width/8"] prediction)
         <int64[2] last = {2, 3}, int64[1] middle = {1}, float thousand = {1000}>
         { kernel = Cast <to = 1> (unet_conv)

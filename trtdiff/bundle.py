@@ -25,7 +25,7 @@ from trtdiff.manifest import MANIFEST_FILE, Manifest, read_manifest
 from trtdiff.records import read_record
 from trtdiff.types import ShapeProfile, Tolerance
 
-BUNDLE_SCHEMA = 2
+BUNDLE_SCHEMA = 3
 BUNDLE_FILE = "bundle.json"
 ENGINES_FOLDER = "engines"
 SAMPLERS_FILE = "samplers.safetensors"

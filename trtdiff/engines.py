@@ -45,7 +45,7 @@ class Engines:
         self.threads = threads
         self.toolchain: Toolchain = compiler.toolchain()
         self._compiler = compiler
-        self._family = family(self.manifest.family)
+        self.family = family(self.manifest.family)
         facts = self.manifest.facts.tokens
         self.tokenizers = {name: Tokenizer.open(bundle.tokenizer(name), facts[name]) for name in facts}
         self.book = SamplerBook.open(bundle.samplers)
@@ -121,20 +121,23 @@ class Engines:
         while self._sessions:
             self._sessions.popitem()[1].close()
 
-    def _encode(self, prompt: str) -> dict[str, Array]:
+    def _encode(self, prompt: str | None, clip_skip: int = 0) -> dict[str, Array]:
         """Give the conditions of one prompt by name, each without the batch dimension. `encode` remembers them.
+
+        None is a negative prompt that nobody gave; `clip_skip` leaves out so many of CLIP's last layers.
 
         Every prompt is encoded alone, so that its numbers do not depend on what it was asked together with.
         """
         noting = {name: Noting(session) for name, session in self._sessions.items()}
-        encoded = self._family.encode([prompt] * self.least_batch, self.manifest.facts, self.tokenizers, noting)
+        texts = [prompt] * self.least_batch
+        encoded = self.family.encode(texts, self.manifest.facts, self.tokenizers, noting, clip_skip=clip_skip)
 
         def blame() -> str:
             told = {name: session.first_non_finite() for name, session in noting.items()}
             return "; ".join(f"{name}: {words}" for name, words in told.items() if words)
 
         for name, values in encoded.items():
-            check_finite(values[:1], f"{name} of the prompt {prompt[:60]!r}", blame)
+            check_finite(values[:1], f"{name} of the prompt {(prompt or '')[:60]!r}", blame)
         return {name: values[0] for name, values in encoded.items()}
 
 

@@ -16,15 +16,17 @@ from trtdiff import __version__
 from trtdiff.backends.blame import first_non_finite
 from trtdiff.engines import Engines
 from trtdiff.errors import NonFiniteError
-from trtdiff.images import pixel_digest, save_png, to_array, to_images
+from trtdiff.images import pixel_digest, save_png, to_images
 from trtdiff.latent_log import ENTRY
-from trtdiff.loop import Finished, Start, check_finite, run_on_host, slots_of
+from trtdiff.loop import Finished, check_finite, run_on_host, slots_of
 from trtdiff.machine import peak_memory, this_machine
-from trtdiff.noise import TorchStream
 from trtdiff.receipt import RECEIPT_SCHEMA, PictureFacts, Receipt, SchedulerUse, StageTime
 from trtdiff.request import Request, Shot
+from trtdiff.starts import Sources, Started
 from trtdiff.types import Array
 
+Text: TypeAlias = tuple[str | None, int]
+"""A prompt, and how many of CLIP's last layers are skipped for it."""
 Progress: TypeAlias = Callable[[int, int], None]
 """Called after every execution of the denoiser: how many are done, how many there are."""
 
@@ -60,14 +62,14 @@ class Execution:
         """`watcher` is given every call's latent [B, C, h, w], as a view that later calls overwrite."""
         self._engines, self._request = engines, request
         self._watcher = watcher
-        self._table = engines.book.table(request.scheduler, request.steps, request.start)
+        masked = request.masks and "inpaint" in engines.manifest.facts.modes
+        table = engines.book.masked_table if masked else engines.book.table
+        self._table = table(request.scheduler, request.steps, request.start)
         engine_slots = engines.manifest.window
         self._slots = engine_slots or 1 if request.loop == "host" else slots_of(engine_slots, self._table)
-        self._guidance = np.array(
-            [1 - request.guidance, request.guidance] if request.branches == 2 else [1], np.float32
-        )
+        self._guidance = np.array(request.weights, np.float32)
         self._seconds: dict[str, list[float]] = defaultdict(list)
-        self._encoded_sources: dict[int, tuple[Array, Array]] = {}
+        self._sources = Sources(engines, request, self._stage)
         shots = request.shots
         self._batches = [shots[first : first + request.batch] for first in range(0, len(shots), request.batch)]
         self._calls = len(self._batches) * self._table.calls
@@ -114,6 +116,7 @@ class Execution:
                 residual=self._table.residual,
             ),
             guidance=request.guidance,
+            settings=self._unusual(),
             strength=request.strength,
             height=request.height,
             width=request.width,
@@ -132,85 +135,63 @@ class Execution:
 
     def _make(self, batch: Sequence[Shot]) -> Iterator[Picture]:
         shots = [*batch, *[batch[-1]] * (self._engines.least_batch - len(batch))]  # a small batch is filled, then cut
-        conditions = self._conditions(shots)
-        finished = self._denoise(shots, conditions)
+        start = self._sources.start(shots)
+        conditions = self._conditions(shots, start)
+        finished = self._denoise(start, conditions)
         with self._stage("vae_decoder"):
-            feeds = {"window": finished.window, "coefficients": finished.coefficients}
-            decoded = self._engines.session("vae_decoder").run(feeds)
+            decoded = self._engines.session("vae_decoder").run(finished.feeds)
         if not (np.isfinite(decoded["latent"]).all() and np.isfinite(decoded["image"]).all()):
-            self._blame(shots, conditions, feeds, decoded)
+            self._blame(shots, conditions, finished.feeds, decoded)
         made = zip(batch, to_images(decoded["image"]), decoded["latent"], strict=False)
         for shot, image, latent in made:
             facts = PictureFacts(
                 prompt=shot.prompt,
-                negative=shot.negative if self._request.branches == 2 else None,
+                negative=(shot.negative or "") if self._request.branches == 2 else None,
                 seed=shot.seed,
                 source=None if shot.source is None else pixel_digest(shot.source),
+                mask=None if shot.mask is None else pixel_digest(shot.mask),
                 sha256=pixel_digest(image),
             )
             yield Picture(shot.index, image, latent, self._parameters(facts), facts)
 
-    def _denoise(self, shots: Sequence[Shot], conditions: Mapping[str, Array], *, watch: bool = False) -> Finished:
-        start = self._start(shots)
+    def _denoise(self, start: Started, conditions: Mapping[str, Array], *, watch: bool = False) -> Finished:
+        begin, rescale = start.start, self._request.rescale
         if self._request.loop == "host":
             denoiser = self._engines.session("denoiser")
             done = run_on_host(
-                denoiser, self._table, start, conditions, self._guidance, slots=self._slots, after=self._stepped
-            )
+                denoiser, self._table, begin, conditions, self._guidance, slots=self._slots, rescale=rescale,
+                after=self._stepped,
+            )  # fmt: skip
         else:
-            loop = self._engines.loop(start.noise.shape, conditions, self._slots // ENTRY)
+            loop = self._engines.loop(begin.noise.shape, conditions, self._slots // ENTRY)
             after = None if watch else self._stepped
-            done = loop.run(self._table, start, conditions, self._guidance, watch=watch, after=after)
+            done = loop.run(self._table, begin, conditions, self._guidance, rescale=rescale, watch=watch, after=after)
         self._seconds["step"].extend(done.seconds)
         return done
 
-    def _conditions(self, shots: Sequence[Shot]) -> dict[str, Array]:  # each [G, B, …]
-        """Encode every distinct prompt once; the negative prompt is branch 0."""
-        rows = [[shot.prompt for shot in shots]]
+    def _conditions(self, shots: Sequence[Shot], start: Started) -> dict[str, Array]:  # each [G, B, …]
+        """Encode every distinct prompt once; the negative prompt is branch 0, for which no layer is skipped."""
+        rows: list[list[Text]] = [[(shot.prompt, self._request.clip_skip) for shot in shots]]
         if self._request.branches == 2:
-            rows.insert(0, [shot.negative for shot in shots])
-        encoded = {text: self._encode(text) for text in dict.fromkeys(text for row in rows for text in row)}
-        return {
-            spec.name: np.stack([[encoded[text][spec.name] for text in row] for row in rows])
-            for spec in self._engines.manifest.facts.conditions
+            rows.insert(0, [(shot.negative, 0) for shot in shots])
+        encoded = {text: self._encode(*text) for text in dict.fromkeys(text for row in rows for text in row)}
+        facts, batch = self._engines.manifest.facts, len(shots)
+        found = {
+            name: np.stack([[encoded[text][name] for text in row] for row in rows])
+            for name in next(iter(encoded.values()))
         }
+        for name, branches in self._engines.family.conditions(self._request.wish, facts).items():  # [G, …]
+            found[name] = np.repeat(branches[:, None], batch, axis=1)
+        for name, images in start.channels.items():  # [B, …]
+            found[name] = np.repeat(images[None], len(rows), axis=0)
+        return {spec.name: found[spec.name] for spec in facts.conditions}
 
-    def _encode(self, text: str) -> dict[str, Array]:
+    def _encode(self, text: str | None, clip_skip: int) -> dict[str, Array]:
         before, known = time.perf_counter(), self._engines.encode.cache_info().misses
-        encoded = self._engines.encode(text)
+        encoded = self._engines.encode(text, clip_skip)
         if self._engines.encode.cache_info().misses > known:  # a remembered prompt is no measurement
             self._seconds["text_encoder"].append(time.perf_counter() - before)
         return encoded
-
-    def _start(self, shots: Sequence[Shot]) -> Start:
-        """Draw as diffusers draws: from every picture's own stream, the source's latent first, then the start noise."""
-        facts = self._engines.manifest.facts.latent
-        rows, columns = self._request.height // facts.downscale, self._request.width // facts.downscale
-        shape = (1, facts.channels, rows, columns)
-        streams = [TorchStream(shot.seed) for shot in shots]
-        encoded = [None if shot.source is None else self._encode_source(shot.source) for shot in shots]
-        with self._stage("noise"):
-            cleans = [
-                mean + std * stream.randn(shape)
-                for stream, posterior in zip(streams, encoded, strict=True)
-                if posterior is not None
-                for mean, std in [posterior]
-            ]
-            noise = np.concatenate([stream.randn(shape) for stream in streams])
-        return Start(noise, np.concatenate(cleans) if cleans else None, streams)
-
-    def _encode_source(self, source: Image.Image) -> tuple[Array, Array]:  # mean and std, each [1, C, h, w]
-        known = self._encoded_sources.get(id(source))
-        if known is None:
-            session = self._engines.session("vae_encoder")
-            with self._stage("vae_encoder"):
-                pixels = to_array(source, self._request.height, self._request.width)
-                feeds = {"image": np.repeat(pixels[None], self._engines.least_batch, axis=0)}
-                out = session.run(feeds)
-            known = self._encoded_sources[id(source)] = (out["mean"][:1], out["std"][:1])
-            for values in known:
-                check_finite(values, "the latent of the image to start from", lambda: first_non_finite(session, feeds))
-        return known
 
     # --- what stands around it
 
@@ -237,7 +218,7 @@ class Execution:
         """Say where the first value was lost: run the same batch again, looking at every prediction."""
         feeds = {name: array.copy() for name, array in feeds.items()}  # the loop writes into them again
         if self._request.loop == "device":
-            self._denoise(shots, conditions, watch=True)
+            self._denoise(self._sources.start(shots), conditions, watch=True)
         check_finite(decoded["latent"], "the last latent")
         decoder = self._engines.session("vae_decoder")
         check_finite(decoded["image"], "the VAE decoder's picture", lambda: first_non_finite(decoder, feeds))
@@ -257,6 +238,8 @@ class Execution:
             "size": f"{request.width}x{request.height}",
             "strength": request.strength,
             "source": facts.source,
+            "mask": facts.mask,
+            **self._unusual(),
             "bundle": manifest.name,
             "bundle_digest": self._engines.digest,
             "checkpoint": manifest.checkpoint.name,
@@ -265,12 +248,31 @@ class Execution:
             "version": f"trtdiff {__version__}",
         }
 
+    def _unusual(self) -> dict[str, Any]:
+        """Give what is not as it is where nobody asks for it."""
+        request = self._request
+        framing, size = request.framing, (request.height, request.width)
+        values = {
+            "true_guidance": (request.branch_guidance, request.guidance if request.branches == 2 else 1.0),
+            "rescale": (request.rescale, 0.0),
+            "clip_skip": (request.clip_skip, 0),
+            "original_size": (framing.original, size),
+            "crop": (framing.crop, (0, 0)),
+            "target_size": (framing.target, size),
+        }
+        embedded = self._engines.manifest.facts.guided_by != "branches"
+        return {
+            name: value
+            for name, (value, usual) in values.items()
+            if value != usual and (embedded or name != "true_guidance")
+        }
+
 
 def cut_prompts(engines: Engines, request: Request) -> tuple[str, ...]:
     """Say which words of which prompts do not fit into the text encoder."""
     texts = [("the prompt", text) for text in request.prompts]
     if request.branches == 2:
-        texts += [("the negative prompt", text) for text in request.negatives]
+        texts += [("the negative prompt", text) for text in request.negatives if text]
     found: dict[str, None] = {}
     for what, text in texts:
         for tokenizer in engines.tokenizers.values():

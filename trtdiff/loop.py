@@ -31,7 +31,8 @@ class Start:
     noise: Array  # [B, C, h, w], the first N(0, 1) draw
     clean: Array | None  # [B, C, h, w], image-to-image only
     streams: Sequence[TorchStream]
-    """One a picture, standing right after its first draw."""
+    """One a picture, standing right after its first draws."""
+    mask: Array | None = None  # [B, 1, h, w], 1 where it is painted anew; the sampler keeps `clean` elsewhere
 
     def draw(self, out: Array | None = None) -> Array:  # [B, C, h, w]
         """Draw every picture's next noise from its own stream."""
@@ -45,8 +46,8 @@ class Start:
 class Finished:
     """The end of a loop: what the decoder needs, and how long each step took."""
 
-    window: Array  # [K, B, C, h, w]
-    coefficients: Array  # [K, B]
+    feeds: Mapping[str, Array]
+    """Window, the table's last coefficients, and what belongs to a mask."""
     seconds: Sequence[float]
     """One a model call: the engine and the host's work around it, without what `after` does."""
 
@@ -66,6 +67,13 @@ class DenoisingLoop:
         branches = next(iter(conditions.values()))[0]
         self._fixed = {name: self._allocate(name, shape) for name, shape in conditions.items()}
         self._fixed["guidance"] = self._allocate("guidance", (branches, self._batch))
+        self._fixed["rescale"] = self._allocate("rescale", (self._batch,))
+        self._kept = {}
+        if "mask" in self._types:
+            self._kept = {
+                "mask": self._allocate("mask", (noise[0], 1, *noise[2:])),
+                "known": self._allocate("known", (2, *noise)),
+            }
         self._rows: dict[str, Array] = {}
         self._calls: list[Callable[[], None]] = []
 
@@ -76,6 +84,7 @@ class DenoisingLoop:
         conditions: Mapping[str, Array],
         guidance: Array,  # [G]
         *,
+        rescale: float = 0.0,
         watch: bool = False,
         after: Callable[[Array], None] | None = None,
     ) -> Finished:
@@ -89,6 +98,8 @@ class DenoisingLoop:
         for name, value in conditions.items():
             self._fixed[name][...] = value
         self._fixed["guidance"][...] = guidance[:, None]
+        self._fixed["rescale"][...] = rescale
+        self._keep(start)
         self._write_rows(table)
         draws, seconds = table.draws.tolist(), []
         with NoiseAhead(start.draw, start.noise.shape, int(table.draws.sum())) as noises:
@@ -107,12 +118,22 @@ class DenoisingLoop:
                 if after is not None:
                     after(log.window[-ENTRY])
                 before = time.perf_counter()
-        return Finished(log.window, self._rows["coefficients"][table.calls], seconds)
+        last = {
+            name: self._rows[name][table.calls] for name in self._rows.keys() & {"coefficients", "known_coefficients"}
+        }
+        return Finished({"window": log.window, **last, **self._kept}, seconds)
+
+    def _keep(self, start: Start) -> None:
+        """Write down what a mask keeps; without one, everything is painted."""
+        if self._kept:
+            self._kept["mask"][...] = 1 if start.mask is None else start.mask
+            self._kept["known"][0] = 0 if start.clean is None else start.clean
+            self._kept["known"][1] = start.noise
 
     def _blame(self, number: int) -> str:
         """Say which layer is to blame for what call `number` gave; the log still stands where that call found it."""
         rows = {name: values[number] for name, values in self._rows.items()}
-        return first_non_finite(self._session, {"window": self._log.window, **rows, **self._fixed})
+        return first_non_finite(self._session, {"window": self._log.window, **rows, **self._fixed, **self._kept})
 
     def _write_rows(self, table: SamplerTable) -> None:
         """Lay the table out for every call, growing the arrays where it has more calls than any before."""
@@ -125,17 +146,21 @@ class DenoisingLoop:
                 "timestep": self._allocate("timestep", (calls, self._batch)),
                 "scale": self._allocate("scale", (calls, self._batch)),
             }
+            if self._kept:
+                self._rows["known_coefficients"] = self._allocate("known_coefficients", (calls + 1, 2, self._batch))
             self._calls.clear()
         self._rows["coefficients"][: table.calls + 1] = stacked.coefficients
         self._rows["timestep"][: table.calls] = stacked.timesteps
         self._rows["scale"][: table.calls] = stacked.scales
+        if self._kept:
+            self._rows["known_coefficients"][: table.calls + 1] = 0 if stacked.known is None else stacked.known
 
     def _bind(self, number: int) -> Callable[[], None]:
         """Prepare call `number`; the log stands where that call always finds it."""
         rows = {name: values[number] for name, values in self._rows.items()}
         log = self._log
         views = {"window": log.window, "latent": log.latent, "prediction": log.prediction}
-        return self._session.bind({**views, **rows, **self._fixed})
+        return self._session.bind({**views, **rows, **self._fixed, **self._kept})
 
     def _allocate(self, name: str, shape: Sequence[int]) -> Array:
         return self._session.allocate(shape, self._types[name])
@@ -149,6 +174,7 @@ def run_on_host(
     guidance: Array,
     *,
     slots: int,
+    rescale: float = 0.0,
     after: Callable[[], None] | None = None,
 ) -> Finished:
     """Run one batch with the sampler in numpy and the engine as a plain denoiser. For looking at it, not for speed.
@@ -159,7 +185,15 @@ def run_on_host(
     window = np.zeros((slots, *start.noise.shape), np.float32)
     coefficients = np.zeros((slots, batch), np.float32)
     coefficients[-1] = 1
-    fixed = {**conditions, "guidance": np.repeat(guidance[:, None], batch, axis=1), "coefficients": coefficients}
+    painted = {"known": np.zeros((2, *start.noise.shape)), "known_coefficients": np.zeros((2, batch))}
+    painted["mask"] = np.ones((batch, 1, *start.noise.shape[2:]))
+    fixed = {
+        **conditions,
+        **painted,
+        "guidance": np.repeat(guidance[:, None], batch, axis=1),
+        "rescale": np.full(batch, rescale),
+        "coefficients": coefficients,
+    }
     seconds = []
 
     def predict(model_input: Array, timestep: float, call: int) -> Array:
@@ -175,8 +209,10 @@ def run_on_host(
             after()
         return outputs["prediction"]
 
-    window[-1] = run_loop(table, predict, start.noise, clean=start.clean, draw=start.draw)
-    return Finished(window, coefficients, seconds)
+    window[-1] = run_loop(table, predict, start.noise, clean=start.clean, draw=start.draw, mask=start.mask)
+    types = {spec.name: spec.dtype for spec in session.inputs}
+    kept = {name: value.astype(types[name]) for name, value in painted.items() if name in types}
+    return Finished({"window": window, "coefficients": coefficients, **kept}, seconds)
 
 
 def slots_of(engine: int, table: SamplerTable) -> int:

@@ -249,7 +249,11 @@ def _engine(component: ExportedComponent, shared: _Shared, islands: Mapping[str,
     backend, chosen = shared.backend, shared.recipe
     toolchain = backend.toolchain()
     prologue = PROLOGUES.get(component.name)
-    passes = (*chosen.passes, *backend.passes, *([f"{prologue} form={backend.sums} mask={shared.mask}"] if prologue else []))
+    passes = (
+        *chosen.passes,
+        *backend.passes,
+        *([f"{prologue} form={backend.sums} mask={shared.mask}"] if prologue else []),
+    )
     symbols = dict.fromkeys(symbol for spec in component.inputs for symbol in spec.symbols)
     dims = [*symbols, *_PROLOGUE_DIMS.get(component.name, ())]
     if unknown := [dim for dim in dims if dim not in shared.ranges]:

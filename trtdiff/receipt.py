@@ -5,9 +5,9 @@ The rule is that of a controlled experiment: whatever could change the pictures 
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from trtdiff.export.manifest import CheckpointOrigin
 from trtdiff.machine import Machine
@@ -72,6 +72,8 @@ class PictureFacts:
     """sha256 of the pixels it started from."""
     sha256: str
     """Of its size and RGB bytes, before any file format."""
+    mask: str | None = None
+    """sha256 of the mask's pixels."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ class Receipt:
     """Largest resident size of the whole process so far, in bytes."""
     machine: Machine
     warnings: tuple[str, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What else was asked for: guidance rescale, clip skip, sizes of SDXL, the guidance of branches."""
     files: tuple[str, ...] = ()
     """Names of the pictures' files beside this one, picture by picture."""
     dtype: str = "stored"

@@ -49,7 +49,12 @@ def t5_tokenizer() -> Any:
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     return T5TokenizerFast(
-        tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>", pad_token="<pad>", extra_ids=0, model_max_length=64
+        tokenizer_object=tokenizer,
+        eos_token="</s>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        extra_ids=0,
+        model_max_length=64,
     )
 
 
@@ -72,8 +77,15 @@ def t5_encoder(size: int, *, width: int = 32) -> Any:
 
     return T5EncoderModel(
         T5Config(
-            vocab_size=size, d_model=width, d_kv=8, d_ff=48, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu",
-            is_encoder_decoder=False, use_cache=False,
+            vocab_size=size,
+            d_model=width,
+            d_kv=8,
+            d_ff=48,
+            num_layers=2,
+            num_heads=4,
+            feed_forward_proj="gated-gelu",
+            is_encoder_decoder=False,
+            use_cache=False,
         )  # fmt: skip
     )
 

@@ -17,6 +17,8 @@ from trtdiff.calibrate.settings import ScanSettings
 from trtdiff.errors import MissingDependency
 from trtdiff.export.manifest import ExportManifest
 from trtdiff.families import family
+from trtdiff.families.base import Framing, Wish
+from trtdiff.families.unet import MASK, MASKED
 from trtdiff.images import to_array, to_images
 from trtdiff.loop import Start
 from trtdiff.noise import TorchStream
@@ -65,13 +67,14 @@ class Loop:
         """`pictures` are their prompts; picture i has seed `settings.seed + i`."""
         self._export, self._manifest, self._settings = export, manifest, settings
         self._table, self._recording = table, recording
+        self._family = family(manifest.family)
         self.pictures = tuple(pictures)
         self.texts = tuple(dict.fromkeys([*pictures, *[settings.negative] * (settings.branches - 1)]))
         """Every text once; the negative one last, unless it is a prompt too."""
 
     def encode_texts(self, sessions: Mapping[str, Opened], wanted: Callable[[int], bool]) -> None:
         """Encode every text; `wanted` says which of them are counted."""
-        kind, facts = family(self._manifest.family), self._manifest.facts
+        kind, facts = self._family, self._manifest.facts
         files = self._manifest.tokenizers
         tokenizers = {name: Tokenizer.open(self._export / files[name], facts.tokens[name]) for name in facts.tokens}
         for number, text in enumerate(self.texts):
@@ -179,12 +182,34 @@ class Loop:
     def _branches(self, picture: int) -> Iterator[tuple[str, np.float32, dict[str, Array]]]:
         """Give the guidance branches of a picture: words, weight and conditions."""
         own = self._kept(f"text-{self.texts.index(self.pictures[picture])}")
-        if self._settings.branches == 1:
+        settings, facts = self._settings, self._manifest.facts
+        size = (settings.height, settings.width)
+        framing = Framing(original=size, crop=(0, 0), target=size)
+        wish = Wish(*size, settings.guidance, settings.branches, framing)
+        fixed = [
+            {name: values[branch][None] for name, values in self._family.conditions(wish, facts).items()}
+            for branch in range(settings.branches)
+        ]
+        if "inpaint-channels" in facts.modes:
+            fixed = [{**one, **self._channels(picture)} for one in fixed]
+        own = {**own, **fixed[-1]}
+        if settings.branches == 1:
             yield "", np.float32(1), own
         else:
-            negative = self._kept(f"text-{self.texts.index(self._settings.negative)}")
-            yield ", negative branch", np.float32(1 - self._settings.guidance), negative
-            yield "", np.float32(self._settings.guidance), own
+            negative = self._kept(f"text-{self.texts.index(settings.negative)}")
+            yield ", negative branch", np.float32(1 - settings.guidance), {**negative, **fixed[0]}
+            yield "", np.float32(settings.guidance), own
+
+    def _channels(self, picture: int) -> dict[str, Array]:
+        """Give what a denoiser that inpaints takes as channels: half a mask, and a latent of the variance that latents have."""
+        latent = self._manifest.facts.latent
+        rows, columns = (side // latent.downscale for side in (self._settings.height, self._settings.width))
+        mask = np.zeros((1, 1, rows, columns), np.float32)
+        mask[..., : columns // 2] = 1
+        behind = TorchStream(self._settings.seed + picture + len(self.pictures)).randn(
+            (1, latent.channels, rows, columns)
+        )
+        return {MASK: mask, MASKED: behind * (1 - mask)}
 
     def _picture(self, picture: int) -> str:
         return f"prompt {self.pictures[picture]!r}, seed {self._settings.seed + picture}"

@@ -68,6 +68,8 @@ class ScanSettings:
     seed: int
     height: int
     width: int
+    guided_by: str = "branches"
+    """As ModelFacts has it: a model that embeds its guidance has no branch for the negative prompt."""
 
     def __post_init__(self) -> None:
         if not self.prompts or self.steps < 1:
@@ -79,7 +81,7 @@ class ScanSettings:
     @property
     def branches(self) -> int:
         """2 with the negative prompt, 1 where guidance is off (1 or less, as in diffusers)."""
-        return 2 if self.guidance > 1 else 1
+        return 2 if self.guidance > 1 and self.guided_by == "branches" else 1
 
     def __str__(self) -> str:
         return (
@@ -97,7 +99,7 @@ def _filled(export: ExportManifest, given: Mapping[str, Any], kind: type[S], wha
     facts = export.facts
     own = {
         "prompts": prompts_for(export.family), "negative": NEGATIVE, "guidance": facts.guidance,
-        "height": facts.latent.height, "width": facts.latent.width,
+        "height": facts.latent.height, "width": facts.latent.width, "guided_by": facts.guided_by,
     }  # fmt: skip
     try:
         made = msgspec.convert({**own, **given}, kind)

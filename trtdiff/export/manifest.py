@@ -14,7 +14,7 @@ from typing import Any
 from trtdiff.families.base import ModelFacts
 from trtdiff.types import TensorSpec
 
-EXPORT_SCHEMA = 1
+EXPORT_SCHEMA = 2
 EXPORT_FILE = "export.json"
 """The manifest's name in an export folder."""
 

@@ -55,7 +55,9 @@ def _make_parameters_fake(module: "torch.nn.Module", fake: Any) -> None:
         prefix = f"{path}." if path else ""
         for name, parameter in list(part.named_parameters(recurse=False)):
             if not isinstance(parameter, FakeTensor):
-                part.register_parameter(name, torch.nn.Parameter(fake.from_tensor(parameter.data, static_shapes=True), requires_grad=False))
+                part.register_parameter(
+                    name, torch.nn.Parameter(fake.from_tensor(parameter.data, static_shapes=True), requires_grad=False)
+                )
             else:
                 parameter.requires_grad_(False)
         for name, buffer in list(part.named_buffers(recurse=False)):

@@ -48,7 +48,9 @@ def latent_dims(latent: LatentFacts, channels: int | None = None) -> tuple[int |
     return ("batch", latent.channels if channels is None else channels, rows, columns)
 
 
-def vae_components(configs: Mapping[str, Config], latent: LatentFacts, *, multiple: int = 1) -> tuple[ComponentSpec, ...]:
+def vae_components(
+    configs: Mapping[str, Config], latent: LatentFacts, *, multiple: int = 1
+) -> tuple[ComponentSpec, ...]:
     """Describe decoder and encoder."""
     latents, image = latent_dims(latent), ("batch", 3, "height", "width")
     unmeasured = OVERFLOWS if configs["vae"].get("force_upcast", True) else {}

@@ -202,7 +202,11 @@ class ModelFamily(ABC):
         def span(native: int) -> DimRange:
             return DimRange(max(step, native // 2 // step * step), native, 2 * native)
 
-        branches = {"branches": DimRange(1, 2, 2), "embedded": DimRange(1, 1, 1), "embedded, branches": DimRange(1, 1, 2)}
+        branches = {
+            "branches": DimRange(1, 2, 2),
+            "embedded": DimRange(1, 1, 1),
+            "embedded, branches": DimRange(1, 1, 2),
+        }
         return ShapeProfile(
             {
                 "batch": DimRange(1, 1, 4),

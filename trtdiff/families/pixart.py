@@ -9,7 +9,17 @@ import numpy as np
 from trtdiff.errors import CheckpointError
 from trtdiff.families import t5
 from trtdiff.families.autoencoder import latent_dims, latent_facts, vae_components
-from trtdiff.families.base import TIMESTEPS, ComponentSpec, Config, Integers, ModelFacts, ModelFamily, Uniform, Wish, field_of
+from trtdiff.families.base import (
+    TIMESTEPS,
+    ComponentSpec,
+    Config,
+    Integers,
+    ModelFacts,
+    ModelFamily,
+    Uniform,
+    Wish,
+    field_of,
+)
 from trtdiff.types import Array, TensorSpec
 
 if TYPE_CHECKING:
@@ -77,7 +87,11 @@ class PixArt(ModelFamily):
             },
             multiple=facts.sizes_multiple_of,
         )  # fmt: skip
-        return (t5.text_encoder(configs, "text_encoder", masked=True), transformer, *vae_components(configs, facts.latent)[:1])
+        return (
+            t5.text_encoder(configs, "text_encoder", masked=True),
+            transformer,
+            *vae_components(configs, facts.latent)[:1],
+        )
 
     def encode(
         self,
@@ -117,7 +131,12 @@ def _denoiser(config: Config, *, sized: bool) -> "torch.nn.Module":
             self.transformer = PixArtTransformer2DModel.from_config(dict(config))  # type: ignore[no-untyped-call]
 
         def forward(
-            self, sample: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, mask: torch.Tensor, *sizes: torch.Tensor
+            self,
+            sample: torch.Tensor,
+            timestep: torch.Tensor,
+            text: torch.Tensor,
+            mask: torch.Tensor,
+            *sizes: torch.Tensor,
         ) -> Any:
             resolution, aspect_ratio = sizes if sized else (None, None)
             patch = self.transformer.config.patch_size

@@ -81,4 +81,6 @@ class StableDiffusion(ModelFamily):
         sizes = {spec.name: spec.dims[-1] for spec in facts.conditions}
         if "timestep_cond" not in sizes:
             return {}
-        return {"timestep_cond": np.stack([embedded_guidance(wish.guidance, int(sizes["timestep_cond"]))] * wish.branches)}
+        return {
+            "timestep_cond": np.stack([embedded_guidance(wish.guidance, int(sizes["timestep_cond"]))] * wish.branches)
+        }

@@ -150,8 +150,6 @@ def _denoiser(config: Config) -> "torch.nn.Module":
             encoder_hidden_states: torch.Tensor,
             pooled_projections: torch.Tensor,
         ) -> Any:
-            return self.transformer(
-                sample, encoder_hidden_states, pooled_projections, timestep, return_dict=False
-            )[0]
+            return self.transformer(sample, encoder_hidden_states, pooled_projections, timestep, return_dict=False)[0]
 
     return Denoiser().eval()

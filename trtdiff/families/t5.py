@@ -43,7 +43,10 @@ def text_encoder(configs: Mapping[str, Config], folder: str, *, masked: bool = F
         build=partial(_text_encoder, masked=masked),
         prefix="text_encoder",
         keep_high=KEEP_HIGH,
-        values={"input_ids": Integers(field_of(configs, folder, "vocab_size", int, 32128)), "attention_mask": Integers(2)},
+        values={
+            "input_ids": Integers(field_of(configs, folder, "vocab_size", int, 32128)),
+            "attention_mask": Integers(2),
+        },
     )
 
 

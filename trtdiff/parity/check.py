@@ -197,12 +197,12 @@ class Check:
         planned = []
         scores = not backend_named(self.engines.toolchain.backend).fuses_attention
         for point in sorted(points, key=POINTS.index, reverse=True):
-            sizes = {**self.manifest.profile.sizes(point), "window": self.manifest.window or ENTRY, "branches": 2}
+            profile = self.manifest.profile
+            most = profile.sizes("max")["branches"]  # where there are two, the difference magnifies errors
+            sizes = {**profile.sizes(point), "window": self.manifest.window or ENTRY, "branches": most}
             sizes |= {} if batch is None else {"batch": batch}
-            for limit in self.manifest.facts.tokens.values():
-                sizes.setdefault("tokens", limit.limit)
             for spec in self.specs():
-                case = Case(spec, self.manifest.facts, sizes, self._vocabulary())
+                case = Case(spec, self.manifest.facts, sizes)
                 calls = sizes["branches"] if spec.name == "denoiser" else 1
                 needs = cost(spec, self.checkpoint.configs[spec.folder], sizes)
                 planned.append(Planned(case, point, needs, calls, scores))
@@ -271,9 +271,6 @@ class Check:
         yield from check_pictures(self.engines, reference, request, tolerance)
         if (image := self.source(request)) is not None:
             yield from check_pictures(self.engines, reference, request, tolerance, image)
-
-    def _vocabulary(self) -> int:
-        return min(int(config["vocab_size"]) for config in self.checkpoint.configs.values() if "vocab_size" in config)
 
     def _weights(self) -> int:
         """Bytes of all weights in float32."""

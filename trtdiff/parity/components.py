@@ -33,8 +33,6 @@ class Case:
     facts: ModelFacts
     sizes: Mapping[str, int]
     """By symbolic dimension: batch, height, width, tokens, window, branches."""
-    vocabulary: int
-    """Token ids are drawn below this."""
     seed: int = 0
 
     @property
@@ -67,23 +65,32 @@ def check_component(case: Case, session: Session, reference: Module, tolerance: 
 def _case(case: Case, engine_inputs: set[str], reference: Module) -> tuple[dict[str, Array], dict[str, Array]]:
     """Draw the engine's inputs, and compute what must come out."""
     rng = np.random.default_rng(case.seed)
-    plain = {item.name: _draw(item.dtype, item.shape(case.sizes), case.vocabulary, rng) for item in case.spec.inputs}
+    plain = {item.name: case.spec.draw(item, item.shape(case.sizes), rng) for item in case.spec.inputs}
     if "window" not in engine_inputs:
         return plain, reference(plain)
     inner = next(item.name for item in case.spec.inputs if item.name in {"sample", "latent"})
-    feeds, latent = _prologue(plain.pop(inner), case.sizes["window"], rng)
+    feeds, latent = _prologue(plain.pop(inner), case.sizes["window"], rng, masked="mask" in engine_inputs - {*plain})
     if "guidance" not in engine_inputs:
         return feeds, {**reference({inner: latent, **plain}), "latent": latent}
     return _guided(case, feeds, latent, rng, reference)
 
 
-def _prologue(like: Array, slots: int, rng: np.random.Generator) -> tuple[dict[str, Array], Array]:
-    """Draw a window and coefficients for a latent [B, C, h, w] of unit variance; give that latent too."""
+def _prologue(like: Array, slots: int, rng: np.random.Generator, *, masked: bool) -> tuple[dict[str, Array], Array]:
+    """Draw a window and coefficients, and a mask, for a latent [B, C, h, w] of unit variance; give that latent too."""
     window = rng.standard_normal((slots, *like.shape), np.float32)
     coefficients = rng.standard_normal((slots, len(like)), np.float32)
     coefficients /= np.linalg.norm(coefficients, axis=0)
     latent = np.einsum("kb,kbchw->bchw", coefficients.astype(np.float64), window.astype(np.float64))
-    return {"window": window, "coefficients": coefficients}, latent.astype(np.float32)
+    feeds = {"window": window, "coefficients": coefficients}
+    if masked:
+        mask = rng.integers(0, 2, (len(like), 1, *like.shape[2:])).astype(np.float32)
+        known = rng.standard_normal((2, *like.shape), np.float32)
+        share = rng.standard_normal((2, len(like)), np.float32)
+        share /= np.linalg.norm(share, axis=0)
+        kept = np.einsum("jb,jbchw->bchw", share.astype(np.float64), known.astype(np.float64))
+        latent = np.where(mask, latent, kept)
+        feeds |= {"mask": mask, "known": known, "known_coefficients": share}
+    return feeds, latent.astype(np.float32)
 
 
 def _guided(
@@ -93,9 +100,9 @@ def _guided(
     batch, branches = len(latent), case.sizes["branches"]
     scale = rng.uniform(0.1, 1.0, batch).astype(np.float32)
     timestep = rng.integers(0, TRAINING_STEPS, batch).astype(np.float32)
+    rescale = rng.uniform(0, 1, batch).astype(np.float32)
     conditions = {
-        spec.name: rng.standard_normal((branches, *spec.shape(case.sizes)), np.float32)
-        for spec in case.facts.conditions
+        spec.name: case.spec.draw(spec, (branches, *spec.shape(case.sizes)), rng) for spec in case.facts.conditions
     }
     guidance = np.repeat(
         np.array([[1 - GUIDANCE], [GUIDANCE]] if branches == 2 else [[1.0]], np.float32), batch, axis=1
@@ -106,12 +113,7 @@ def _guided(
         own = {name: values[branch] for name, values in conditions.items()}
         made = reference({"sample": model_input, "timestep": timestep, **own})["prediction"]
         prediction += guidance[branch][:, None, None, None].astype(np.float64) * made
-    feeds |= {"scale": scale, "timestep": timestep, "guidance": guidance, **conditions}
+    deviations = [values.std(axis=(1, 2, 3), dtype=np.float64) for values in (made, prediction)]
+    prediction *= (1 + rescale * (deviations[0] / deviations[1] - 1))[:, None, None, None]
+    feeds |= {"scale": scale, "timestep": timestep, "guidance": guidance, "rescale": rescale, **conditions}
     return feeds, {"latent": latent, "prediction": prediction.astype(np.float32)}
-
-
-def _draw(dtype: str, shape: tuple[int, ...], vocabulary: int, rng: np.random.Generator) -> Array:
-    """Draw token ids, or values of unit variance."""
-    if dtype.startswith("int"):
-        return rng.integers(0, vocabulary, shape).astype(dtype)
-    return rng.standard_normal(shape).astype(dtype)

@@ -145,7 +145,9 @@ def _rescaled(
     rank = len(output.shape or ())
     axes = tape.ints(*range(1, rank))
     last = tape.op("Gather", branches, tape.constant(np.array(-1)), axis=0)
-    ratio = tape.op("Div", _variance(tape, last, axes), tape.op("Max", _variance(tape, guided, axes), tape.number(TINY)))
+    ratio = tape.op(
+        "Div", _variance(tape, last, axes), tape.op("Max", _variance(tape, guided, axes), tape.number(TINY))
+    )
     excess = tape.op("Sub", tape.op("Sqrt", ratio), tape.number(1))
     factor = tape.op("Add", tape.op("Mul", tape.op("Unsqueeze", share, axes), excess), tape.number(1))
     return tape.op("Mul", guided, factor, output=output)
