@@ -46,6 +46,7 @@ class Run:
     noise: float
     """x_0 = clean · x_{-1} + noise · noise_{-1}."""
     timesteps: npt.NDArray[np.float64]
+    """What the model is given."""
     rows: list[Row] = field(default_factory=list)
     """Row of x_{first + 1}, x_{first + 2}, …"""
     scales: list[float] = field(default_factory=list)
@@ -133,7 +134,7 @@ class Prober:
     def _begin(self, start: int | None, timesteps: Any) -> Run:
         clean, noise = self.basis[0], self.basis[1]
         first = self.call.first_latent(self.scheduler, noise, None if start is None else clean, timesteps).flatten()
-        values = timesteps.double().numpy()
+        values = self.call.model_timestep(timesteps).double().numpy()
         return Run(self.calls - len(timesteps), float(first[0]), float(first[1]), values)
 
     def _step(self, run: Run, index: int, timestep: Any) -> None:
@@ -209,7 +210,7 @@ def _its_reason() -> Iterator[None]:
     except (SamplerError, RefusedSteps):
         raise
     except Exception as error:
-        raise RefusedSteps(f"{type(error).__name__}: {error}") from error
+        raise RefusedSteps(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
 
 
 _REPLACING = threading.RLock()
