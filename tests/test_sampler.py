@@ -412,7 +412,7 @@ def test_an_edited_file_is_an_artefact_error(book_path):
 
 def test_the_runtime_imports_neither_torch_nor_diffusers():
     code = (
-        "import sys, trtdiff.noise, trtdiff.sampler, trtdiff.sampler_book, trtdiff.latent_log;"
+        "import sys, trtdiff.noise, trtdiff.flow, trtdiff.sampler, trtdiff.sampler_book, trtdiff.latent_log;"
         "sys.exit(bool({'torch', 'diffusers', 'onnx', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

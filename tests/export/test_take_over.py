@@ -15,7 +15,7 @@ diffusers = pytest.importorskip("diffusers")
 
 from trtdiff.errors import UsageError  # noqa: E402
 from trtdiff.export.affinity import table_error  # noqa: E402
-from trtdiff.export.schedule_call import StableDiffusionCall  # noqa: E402
+from trtdiff.export.schedule_call import StableDiffusionXLCall  # noqa: E402
 from trtdiff.export.schedulers import compile_sampler, make_scheduler  # noqa: E402
 
 SDXL = {  # the scheduler config of Stable Diffusion XL
@@ -42,7 +42,7 @@ NAMES = [
 
 
 @dataclass(frozen=True)
-class Base(StableDiffusionCall):
+class Base(StableDiffusionXLCall):
     """The loop of a base model with `denoising_end`: a part of the timesteps."""
 
     fraction: float = 0
@@ -53,7 +53,7 @@ class Base(StableDiffusionCall):
 
 
 @dataclass(frozen=True)
-class Refiner(StableDiffusionCall):
+class Refiner(StableDiffusionXLCall):
     """The loop of a refiner with `denoising_start`: the other part, from the latent as it is."""
 
     fraction: float = 0
@@ -73,7 +73,8 @@ def refiner_timesteps(scheduler, steps, fraction):
 @pytest.fixture(scope="module")
 def compiled():
     pages = {
-        name: compile_sampler(make_scheduler(SDXL, name), name, StableDiffusionCall(), steps=(4, 11)) for name in NAMES
+        name: compile_sampler(make_scheduler(SDXL, name), name, StableDiffusionXLCall(), steps=(4, 11))
+        for name in NAMES
     }
     return {name: (page.info(), page.tensors()) for name, (page, _) in pages.items()}
 
@@ -97,7 +98,7 @@ def test_cut_and_taken_over_tables_equal_diffusers_loops(compiled, name, steps, 
 
 def test_two_calls_a_step_cannot_be_cut():
     for name in ("heun", "dpm2"):
-        pages, _ = compile_sampler(make_scheduler(SDXL, name), name, StableDiffusionCall(), steps=(4,))
+        pages, _ = compile_sampler(make_scheduler(SDXL, name), name, StableDiffusionXLCall(), steps=(4,))
         with pytest.raises(UsageError, match="2 times a step"):
             read_table(pages.info(), pages.tensors(), 4, None).until(0.5, TRAINED)
 
