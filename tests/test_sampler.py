@@ -15,7 +15,7 @@ from trtdiff.errors import ArtefactError, UsageError
 from trtdiff.export.sampler_pages import SamplerPages, write_book
 from trtdiff.export.scheduler_rows import Run
 from trtdiff.latent_log import LAP, LatentLog, slots_for
-from trtdiff.sampler import SamplerTable, run_loop, stack_tables, start_of_strength
+from trtdiff.sampler import SamplerTable, run_loop, stack_tables, start_of_fraction, start_of_strength
 from trtdiff.sampler_book import SamplerBook, ranges
 
 SHAPE = (1, 2, 3, 4)
@@ -261,6 +261,37 @@ def test_the_strength_that_the_error_proposes_is_enough(steps):
     assert start_of_strength(steps, proposed) == steps - 1
 
 
+def test_a_table_is_cut_by_its_timesteps_and_ends_clean_under_a_mask():
+    table = with_known(make_table(3, 4, start=0))  # timesteps 4, 3, 2, 1 of 4
+    cut = table.until(0.5, 4)
+    assert cut.timesteps.tolist() == [4, 3, 2]  # those of 2 and more
+    assert np.array_equal(cut.coefficients, table.coefficients[:4])
+    assert np.array_equal(cut.known, [*table.known[:3], (1, 0)])
+    assert start_of_fraction(table, 0.5, 4) == 3
+    over = table.taken_over()
+    assert over.coefficients[0].tolist() == [0, 0, 0, 0, 0, 0, 1, 0, 0]
+    assert np.array_equal(over.coefficients[1:], table.coefficients[1:])
+    assert np.array_equal(over.known, [(1, 0), *table.known[1:]])
+
+
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        (lambda table: table.until(0.0, 4), "between 0 and 1"),
+        (lambda table: table.until(float("nan"), 4), "between 0 and 1"),
+        (lambda table: start_of_fraction(table, 1.0, 4), "between 0 and 1"),
+        (lambda table: table.until(0.1, 1000), "before the fraction 0.1"),
+        (lambda table: start_of_fraction(table, 0.9, 4), "after the fraction 0.9"),
+        (lambda table: replace(table, order=2).until(0.5, 4), "2 times a step"),
+        (lambda table: start_of_fraction(replace(table, order=2), 0.5, 4), "2 times a step"),
+        (lambda table: table.taken_over(), "only a table with a start"),
+    ],
+)
+def test_what_cannot_be_cut_or_taken_over(act, says):
+    with pytest.raises(UsageError, match=says):
+        act(make_table(1, 4))
+
+
 def ab2_run(calls, first=0, rows=None):
     """Two-step Adams-Bashforth x' = -pred, with an Euler step to warm up: rows known in closed form."""
     run = Run(first, float(first > 0), 2.0, np.arange(calls - first, 0, -1, dtype=float))
@@ -381,7 +412,7 @@ def test_an_edited_file_is_an_artefact_error(book_path):
 
 def test_the_runtime_imports_neither_torch_nor_diffusers():
     code = (
-        "import sys, trtdiff.noise, trtdiff.sampler, trtdiff.sampler_book, trtdiff.latent_log;"
+        "import sys, trtdiff.noise, trtdiff.flow, trtdiff.sampler, trtdiff.sampler_book, trtdiff.latent_log;"
         "sys.exit(bool({'torch', 'diffusers', 'onnx', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -64,7 +64,8 @@ class Execution:
         self._watcher = watcher
         masked = request.masks and "inpaint" in engines.manifest.facts.modes
         table = engines.book.masked_table if masked else engines.book.table
-        self._table = table(request.scheduler, request.steps, request.start)
+        tokens = engines.manifest.facts.image_tokens(request.height, request.width)
+        self._table = table(request.scheduler, request.steps, request.start, tokens)
         engine_slots = engines.manifest.window
         self._slots = engine_slots or 1 if request.loop == "host" else slots_of(engine_slots, self._table)
         self._guidance = np.array(request.weights, np.float32)

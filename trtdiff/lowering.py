@@ -14,6 +14,7 @@ from trtdiff.backends import backend as backend_named
 from trtdiff.backends.options import BuilderOptions
 from trtdiff.backends.tensorrt_layers import EIGHT_BITS
 from trtdiff.errors import ArtefactError, BuildError, MissingDependency, TrtdiffError, UsageError
+from trtdiff.families import family as family_named
 from trtdiff.lowered import read_graph, write_graph
 from trtdiff.passes.half_types import Half
 from trtdiff.types import DimRange, ShapeProfile
@@ -88,9 +89,21 @@ def build_engine(
 
 
 def compile_samplers(
-    *, config: Mapping[str, Any], names: Sequence[str], optional: Sequence[str], out: str, progress: Progress
+    *,
+    config: Mapping[str, Any],
+    names: Sequence[str],
+    optional: Sequence[str],
+    family: str,
+    image_tokens: int,
+    sizes: Sequence[int],
+    out: str,
+    progress: Progress,
 ) -> dict[str, Any]:
-    """Compile schedulers into `out`/samplers.safetensors; the names that are in it, and those refused with reasons."""
+    """Compile schedulers into `out`/samplers.safetensors; the names that are in it, and those refused with reasons.
+
+    Tables are made as the family's pipeline calls its scheduler, for pictures of `image_tokens`; what is derived for
+    others is proved for those of `sizes`.
+    """
     from trtdiff.bundle import SAMPLERS_FILE
 
     try:
@@ -104,7 +117,11 @@ def compile_samplers(
     def tick(name: str, done: int, total: int) -> None:
         progress(asked.index(name) * total + done, len(asked) * total)
 
-    made = schedulers.compile_samplers(config, names, path=Path(out, SAMPLERS_FILE), optional=optional, progress=tick)
+    kind = family_named(family)
+    made = schedulers.compile_samplers(
+        config, names, path=Path(out, SAMPLERS_FILE), call=kind.schedule_call(image_tokens), choices=kind.schedulers(),
+        optional=optional, image_tokens=sizes, progress=tick,
+    )  # fmt: skip
     refused = dict(made.refused)
     return {"realised": {"samplers": [name for name in asked if name not in refused], "refused": refused}}
 

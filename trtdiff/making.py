@@ -170,6 +170,9 @@ class Making:
                 "config": dict(planned.spec.config),
                 "names": list(planned.names),
                 "optional": list(planned.optional),
+                "family": planned.spec.family,
+                "image_tokens": planned.spec.image_tokens,
+                "sizes": list(planned.spec.sizes),
                 "out": out,
             }
         if not isinstance(planned, PlannedEngine):

@@ -69,6 +69,11 @@ class SamplersSpec:
     config: Mapping[str, Any]
     """The checkpoint's scheduler config."""
     pipeline: str
+    family: str
+    image_tokens: int
+    """Of the native size, for which tables are compiled."""
+    sizes: tuple[int, ...]
+    """Image tokens of sizes for which those that are derived are proved."""
     libraries: Mapping[str, str]
     """Versions of the libraries whose schedulers, and whose arithmetic, the tables are made of."""
     trtdiff: str

@@ -18,12 +18,13 @@ from trtdiff.digest import code_digest
 from trtdiff.errors import MissingDependency, UsageError
 from trtdiff.export.manifest import ExportedComponent, ExportManifest
 from trtdiff.families import family
+from trtdiff.families.base import ModelFacts
 from trtdiff.lowering import HALVES, PROLOGUES
 from trtdiff.machine import installed
 from trtdiff.manifest import EngineSpec, RangesSpec, SamplersSpec, as_json, key_of
 from trtdiff.profiles import resolve
 from trtdiff.recipes import SCANNED, PrecisionRecipe
-from trtdiff.types import DimRange, ShapeProfile, Tolerance
+from trtdiff.types import DimRange, Point, ShapeProfile, Tolerance
 
 WINDOW = DimRange(1, 3, 48)
 """Slots of the latent log that the sampler prologue takes: samplers look back 16 entries of 3 at most."""
@@ -215,7 +216,7 @@ def make_plan(
         name=name,
         profile=sizes,
         targets=tuple(planned),
-        samplers=_samplers(export, schedulers),
+        samplers=_samplers(export, schedulers, sizes),
         ranges=scan,
         cache=calibration,
         recipe=precision if isinstance(precision, PrecisionRecipe) and precision.file else None,
@@ -311,11 +312,12 @@ def _calibration(export: ExportManifest, chosen: PrecisionRecipe) -> PlannedRang
     return PlannedRanges(calibration_spec(export, given), ("calibration",))
 
 
-def _samplers(export: ExportManifest, schedulers: tuple[str, ...] | None) -> PlannedSamplers:
-    from trtdiff.export.schedulers import DEFAULT, SCHEDULERS, USUAL
+def _samplers(export: ExportManifest, schedulers: tuple[str, ...] | None, profile: ShapeProfile) -> PlannedSamplers:
+    from trtdiff.export.schedulers import DEFAULT
 
-    asked = schedulers or USUAL
-    known = [DEFAULT, *SCHEDULERS]
+    kind, facts = family(export.family), export.facts
+    asked = schedulers or kind.usual_schedulers()
+    known = [DEFAULT, *kind.schedulers()]
     if unknown := [name for name in asked if name not in known]:
         raise UsageError(
             f"no scheduler is called {', '.join(unknown)}", where="--schedulers", hint=f"known: {', '.join(known)}"
@@ -332,11 +334,23 @@ def _samplers(export: ExportManifest, schedulers: tuple[str, ...] | None) -> Pla
         required=names,
         config=export.scheduler,
         pipeline=export.checkpoint.pipeline,
+        family=export.family,
+        image_tokens=facts.image_tokens(facts.latent.height, facts.latent.width),
+        sizes=_tokens_of_sizes(facts, profile),
         libraries=libraries,
         trtdiff=trtdiff.__version__,
-        trtdiff_code=code_digest(["trtdiff.export.schedulers", "trtdiff.sampler_book", "trtdiff.lowering"]),
+        trtdiff_code=code_digest(
+            ["trtdiff.export.schedulers", "trtdiff.sampler_book", "trtdiff.lowering", type(kind).__module__]
+        ),
     )
     return PlannedSamplers(names, optional, spec)
+
+
+def _tokens_of_sizes(facts: ModelFacts, profile: ShapeProfile) -> tuple[int, ...]:
+    """Give the numbers of image tokens of the smallest, usual and largest picture."""
+    points: tuple[Point, ...] = ("min", "opt", "max")
+    sizes = [profile.sizes(point) for point in points]
+    return tuple(dict.fromkeys(facts.image_tokens(one["height"], one["width"]) for one in sizes))
 
 
 def described(plan: BuildPlan) -> Iterator[str]:

@@ -17,6 +17,7 @@ from trtdiff import request_checks as check
 from trtdiff.bundle import BundleManifest
 from trtdiff.errors import UsageError
 from trtdiff.families.base import Framing, Wish
+from trtdiff.flow import flow_start_of_strength
 from trtdiff.request_checks import MOST_GUIDANCE, Source
 from trtdiff.sampler import start_of_strength
 
@@ -176,13 +177,13 @@ def make_request(
         sources=sources,
         masks=masks,
         strength=strength,
-        start=_start(step_count, strength, masked=bool(masks)),
+        start=_start(step_count, strength, manifest.facts.skips, masked=bool(masks)),
         loop=loop,
     )
 
 
-def _start(steps: int, strength: float | None, *, masked: bool) -> int | None:
+def _start(steps: int, strength: float | None, skips: str, *, masked: bool) -> int | None:
     """Give the steps that are skipped. diffusers' inpainting takes strength 1 for pure noise, without the picture."""
     if strength is None or (masked and strength == 1):
         return None
-    return start_of_strength(steps, strength)
+    return start_of_strength(steps, strength) if skips == "more" else flow_start_of_strength(steps, strength)

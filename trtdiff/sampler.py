@@ -30,7 +30,16 @@ from trtdiff.errors import UsageError
 from trtdiff.latent_log import ENTRY, LatentLog, slots_for
 from trtdiff.types import Array
 
-__all__ = ["LatentLog", "SamplerBatch", "SamplerTable", "run_loop", "slots_for", "stack_tables", "start_of_strength"]
+__all__ = [
+    "LatentLog",
+    "SamplerBatch",
+    "SamplerTable",
+    "run_loop",
+    "slots_for",
+    "stack_tables",
+    "start_of_fraction",
+    "start_of_strength",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +123,39 @@ class SamplerTable:
             raise UsageError(f"sampler {self.name} looks back {self.window} entries, not {window}")
         extra = ENTRY * (window - self.window)
         return replace(self, coefficients=np.pad(self.coefficients, ((0, 0), (extra, 0))))
+
+    def until(self, fraction: float, training_steps: int) -> "SamplerTable":
+        """Give the first calls only: what a base model does before a refiner takes over at this fraction of the way.
+
+        As `denoising_end` of diffusers' SDXL pipelines; `training_steps` is the scheduler's `num_train_timesteps`. The
+        result is a latent that still has noise in it; what a mask keeps is clean at the end, there as here.
+        """
+        calls = _calls_before(self, fraction, training_steps)
+        if calls == 0:
+            raise UsageError(
+                f"no step of {self.steps} lies before the fraction {fraction:g}", hint="raise it, or ask for more steps"
+            )
+        known = None if self.known is None else np.concatenate([self.known[:calls], [[1.0, 0.0]]])
+        return replace(
+            self,
+            coefficients=self.coefficients[: calls + 1],
+            scales=self.scales[:calls],
+            timesteps=self.timesteps[:calls],
+            draws=self.draws[:calls],
+            known=known,
+        )
+
+    def taken_over(self) -> "SamplerTable":
+        """Give an image-to-image table that starts from the given latent as it is: somebody else left it half done.
+
+        As `denoising_start` of diffusers' SDXL pipelines, which draw no first noise then (but for a mask).
+        """
+        if self.start is None:
+            raise UsageError(f"sampler {self.name}: only a table with a start can take over a latent")
+        coefficients = self.coefficients.copy()
+        coefficients[0, [-ENTRY, -1]] = 1, 0
+        known = None if self.known is None else np.concatenate([[[1.0, 0.0]], self.known[1:]])
+        return replace(self, coefficients=coefficients, known=known)
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,3 +270,30 @@ def start_of_strength(steps: int, strength: float) -> int:
             hint=f"raise the strength to {math.ceil(1000 / steps) / 1000:g}, or ask for more steps",
         )
     return steps - left
+
+
+def start_of_fraction(table: SamplerTable, fraction: float, training_steps: int) -> int:
+    """Give the start from which a refiner goes on with what a base model did until this fraction of the way.
+
+    `table` is the text-to-image table of the refiner's scheduler and steps. As `denoising_start` of diffusers' SDXL
+    pipelines; the table from this start must then be `taken_over()`.
+    """
+    calls = _calls_before(table, fraction, training_steps)
+    if calls == table.calls:
+        raise UsageError(
+            f"no step of {table.steps} lies after the fraction {fraction:g}", hint="lower it, or ask for more steps"
+        )
+    return (table.start or 0) + calls
+
+
+def _calls_before(table: SamplerTable, fraction: float, training_steps: int) -> int:
+    """Count the calls whose timesteps belong to the first part of the way."""
+    if not 0 < fraction < 1:
+        raise UsageError(f"the fraction {fraction:g} is not between 0 and 1")
+    if table.order != 1:
+        raise UsageError(
+            f"sampler {table.name} calls the model {table.order} times a step and cannot be cut between two models",
+            hint="choose another scheduler",
+        )
+    first_left_out = round(training_steps - fraction * training_steps)
+    return int((table.timesteps >= first_left_out).sum())

@@ -27,6 +27,7 @@ from typing import Any, Self
 import numpy as np
 
 from trtdiff.errors import ArtefactError, UsageError
+from trtdiff.flow import depends_on_size, flow_table
 from trtdiff.latent_log import ENTRY
 from trtdiff.sampler import SamplerTable
 from trtdiff.types import Array
@@ -69,6 +70,8 @@ class SamplerInfo:
     """Why there are no tables for image to image, where there are none."""
     no_mask: str
     """Why tables have no rows for a mask that keeps the picture, where they have none."""
+    no_other_size: str
+    """Why tables hold for the number of image tokens in `config` only, where they do and a schedule depends on it."""
 
 
 @dataclass
@@ -111,11 +114,13 @@ class SamplerBook:
         index = self._page(name)["index"]
         return tuple(np.unique(index[:, 0]).tolist())
 
-    def table(self, name: str, steps: int, start: int | None = None) -> SamplerTable:
+    def table(self, name: str, steps: int, start: int | None = None, image_tokens: int | None = None) -> SamplerTable:
         """Give one table.
 
         `start` None is text to image. A number is image to image from that start, as `start_of_strength` gives it; 0 is
         not None: strength 1 starts from the clean latent with the noise of the first timestep added.
+        `image_tokens` is the size of the picture in tokens of the transformer, None the one compiled for: some
+        schedules depend on it, and such a table is derived where it is not stored.
         """
         page, info = self._page(name), self.samplers[name]
         try:
@@ -124,14 +129,25 @@ class SamplerBook:
             raise _damaged(self.path, f"sampler {name}, {steps} steps, start {start}: {error}") from error
         if table is None:
             raise self._missing(name, steps, start)
-        return table
+        if image_tokens is None or not depends_on_size(info.config):
+            return table
+        if image_tokens == (compiled := info.config["call"]["image_tokens"]):
+            return table
+        if info.no_other_size:
+            raise UsageError(
+                f"sampler {name} was compiled for {compiled} image tokens, not {image_tokens} ({info.no_other_size})",
+                hint="choose another sampler, or the native size",
+            )
+        return flow_table(name, info.config, steps, start, image_tokens)
 
-    def masked_table(self, name: str, steps: int, start: int | None = None) -> SamplerTable:
+    def masked_table(
+        self, name: str, steps: int, start: int | None = None, image_tokens: int | None = None
+    ) -> SamplerTable:
         """Give one table whose `known` is there, or say why this sampler cannot keep a part of a picture.
 
         `start` None is what the inpainting pipelines of Stable Diffusion make of strength 1: pure noise.
         """
-        table = self.table(name, steps, start)
+        table = self.table(name, steps, start, image_tokens)
         if table.known is None:
             because = self.samplers[name].no_mask
             raise UsageError(f"sampler {name} cannot keep a part of a picture ({because})", hint="choose another one")

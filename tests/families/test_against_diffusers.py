@@ -42,7 +42,9 @@ CLASSES = {
 }  # fmt: skip
 
 
-def image(kind: str, strength: float = 0.6, name: str = "image to image", ours: dict | None = None, **theirs: Any) -> Case:
+def image(
+    kind: str, strength: float = 0.6, name: str = "image to image", ours: dict | None = None, **theirs: Any
+) -> Case:
     return Case(
         kind, f"{name}, strength {strength}", {"strength": strength, **(ours or {})}, {"strength": strength, **theirs},
         f"{CLASSES[kind]}Img2ImgPipeline", image=True,

@@ -121,7 +121,7 @@ class Calibration:
         self._graphs = {component.name: export / component.graph for component in self._manifest.components}
         self._weights = float32_weights(export, self._manifest)
         shutil.rmtree(work / _SCRATCH, ignore_errors=True)  # of one that was killed
-        self._table = compile_table(self._manifest, settings.steps, work / "table")
+        self._table = compile_table(self._manifest, settings.steps, work / "table", (settings.height, settings.width))
         bands = bands_of(self._manifest.scheduler, settings.bands)
         check_bands(self._table.timesteps.tolist(), bands, settings.steps,
                     lambda: self._good_steps(bands))  # fmt: skip

@@ -36,8 +36,10 @@ Wanted = Callable[[int, int], int | None]
 """Says of picture and call which band it is a sample of, if it is to be counted."""
 
 
-def compile_table(manifest: ExportManifest, steps: int, scratch: Path) -> SamplerTable:
-    """Compile the checkpoint's own scheduler, for this number of steps alone."""
+def compile_table(
+    manifest: ExportManifest, steps: int, scratch: Path, size: tuple[int, int] | None = None
+) -> SamplerTable:
+    """Compile the checkpoint's own scheduler, for this number of steps and this size [height, width] alone."""
     try:
         from trtdiff.export import schedulers
     except ImportError as error:
@@ -45,7 +47,11 @@ def compile_table(manifest: ExportManifest, steps: int, scratch: Path) -> Sample
     scratch.mkdir(parents=True, exist_ok=True)
     path = scratch / "samplers.safetensors"
     try:
-        schedulers.compile_samplers(manifest.scheduler, [SCHEDULER], path=path, steps=[steps])
+        kind, facts = family(manifest.family), manifest.facts
+        call = kind.schedule_call(facts.image_tokens(*(size or (facts.latent.height, facts.latent.width))))
+        schedulers.compile_samplers(
+            manifest.scheduler, [SCHEDULER], path=path, call=call, choices=kind.schedulers(), steps=[steps]
+        )
         return SamplerBook.open(path).table(SCHEDULER, steps)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

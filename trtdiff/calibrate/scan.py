@@ -72,7 +72,9 @@ class _Scan:
 
     def _run(self) -> None:
         settings, text = self._settings, [name for name in self._graphs if name not in LATE]
-        table = compile_table(self._manifest, settings.steps, self._scratch / "table")
+        table = compile_table(
+            self._manifest, settings.steps, self._scratch / "table", (settings.height, settings.width)
+        )
         recording = Recording(self._scratch / "recording")
         loop = Loop(self._export, self._manifest, settings, table, pictures=settings.prompts, recording=recording)
         pictures = len(loop.pictures)

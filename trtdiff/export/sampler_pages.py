@@ -47,6 +47,7 @@ class SamplerPages:
     order: int = 1
     no_image: str = ""
     no_mask: str = ""
+    no_other_size: str = ""
     residual: float = 0.0
     affinity: float = 0.0
     _first: list[tuple[float, float]] = field(default_factory=list)
@@ -105,6 +106,7 @@ class SamplerPages:
             order=self.order,
             no_image=self.no_image,
             no_mask=self.no_mask,
+            no_other_size=self.no_other_size,
             refused={str(steps): reason for steps, reason in self.refused.items()},
         )
 

@@ -101,10 +101,53 @@ class StableDiffusionCall(ScheduleCall):
         return latent if scale is None else scale(latent, timestep)
 
     def step(self, scheduler: Any, prediction: Any, timestep: Any, latent: Any, generator: Any) -> Any:
+        """Take the step's first result."""
+        return self._results(scheduler, prediction, timestep, latent, generator)[0]
+
+    def _results(self, scheduler: Any, prediction: Any, timestep: Any, latent: Any, generator: Any) -> tuple[Any, ...]:
         """`prepare_extra_step_kwargs`: eta and the generator go to steps that take them."""
         offered = {"eta": self.eta, "generator": generator}
         extra = {name: value for name, value in offered.items() if name in _parameters(type(scheduler).step)}
-        return scheduler.step(prediction, timestep, latent, **extra, return_dict=False)[0]
+        results: tuple[Any, ...] = scheduler.step(prediction, timestep, latent, **extra, return_dict=False)
+        return results
+
+
+@dataclass(frozen=True)
+class StableDiffusionXLCall(StableDiffusionCall):
+    """StableDiffusionXLPipeline and its image-to-image pipeline: as Stable Diffusion, with the scheduler as it came."""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Name and options."""
+        return {"pipeline": "stable-diffusion-xl", "eta": self.eta}
+
+    def adopt(self, scheduler: Any) -> None:
+        """Change nothing."""
+
+
+@dataclass(frozen=True)
+class PixArtCall(StableDiffusionXLCall):
+    """PixArtAlphaPipeline and PixArtSigmaPipeline.
+
+    Diffusers has no image to image for PixArt; starts are what Stable Diffusion's pipeline would make of them.
+    """
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Name and options."""
+        return {"pipeline": "pixart", "eta": self.eta}
+
+    def timesteps(self, scheduler: Any, steps: int, start: int | None) -> Any:
+        """Text to image sets the begin index too."""
+        if start is None and hasattr(scheduler, "set_begin_index"):
+            scheduler.set_begin_index(0)
+        return super().timesteps(scheduler, steps, start)
+
+    def step(self, scheduler: Any, prediction: Any, timestep: Any, latent: Any, generator: Any) -> Any:
+        """Take the estimate of the clean latent where there is one step; schedulers that give none cannot do it."""
+        if scheduler.num_inference_steps > 1:
+            return super().step(scheduler, prediction, timestep, latent, generator)
+        return self._results(scheduler, prediction, timestep, latent, generator)[1]
 
 
 @cache
@@ -126,9 +169,10 @@ def diffusers_loop(
 ) -> Any:  # [B, C, h, w]
     """Run diffusers' own denoising loop: the reference that tables are held against.
 
-    `predict(model_input, timestep, call index)` is the model; `noise` and `clean` are torch tensors [B, C, h, w]. With
-    a `mask` [B, 1, h, w] it is the loop of the inpainting pipelines for models that know nothing of masks: 1 where the
-    model paints, 0 where the clean latent stays. No start means strength 1 there: pure noise, from step 0.
+    `predict(model_input, model's timestep, call index)` is the model; `noise` and `clean` are torch tensors
+    [B, C, h, w]. With a `mask` [B, 1, h, w] it is the loop of the inpainting pipelines for models that know nothing of
+    masks: 1 where the model paints, 0 where the clean latent stays. No start means strength 1 there: pure noise, from
+    step 0.
     """
     call.set_timesteps(scheduler, steps)
     timesteps = call.timesteps(scheduler, steps, 0 if start is None and mask is not None else start)

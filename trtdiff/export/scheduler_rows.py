@@ -46,6 +46,7 @@ class Run:
     noise: float
     """x_0 = clean · x_{-1} + noise · noise_{-1}."""
     timesteps: npt.NDArray[np.float64]
+    """What the model is given."""
     rows: list[Row] = field(default_factory=list)
     """Row of x_{first + 1}, x_{first + 2}, …"""
     scales: list[float] = field(default_factory=list)
@@ -209,7 +210,7 @@ def _its_reason() -> Iterator[None]:
     except (SamplerError, RefusedSteps):
         raise
     except Exception as error:
-        raise RefusedSteps(f"{type(error).__name__}: {error}") from error
+        raise RefusedSteps(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
 
 
 _REPLACING = threading.RLock()

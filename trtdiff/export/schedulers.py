@@ -18,6 +18,7 @@ from typing import Any
 
 from trtdiff.errors import SamplerError, UsageError
 from trtdiff.export.affinity import check_affinity
+from trtdiff.export.closed_form import check_sizes
 from trtdiff.export.layout import INFINITE
 from trtdiff.export.sampler_pages import SamplerPages, write_book
 from trtdiff.export.schedule_call import ScheduleCall, StableDiffusionCall
@@ -31,6 +32,8 @@ class SchedulerChoice:
 
     class_name: str
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Config fields that take the value of another field of the checkpoint's, if it is there: new name to old name."""
 
 
 DEFAULT = "default"
@@ -70,8 +73,25 @@ SCHEDULERS: dict[str, SchedulerChoice] = {
     "unipc": SchedulerChoice("UniPCMultistepScheduler", _PLAIN),
 }
 
+_FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+_SHIFT = {"flow_shift": "shift"}
+
+FLOW_SCHEDULERS: dict[str, SchedulerChoice] = {
+    "flow_deis": SchedulerChoice("DEISMultistepScheduler", _FLOW, _SHIFT),
+    "flow_dpmpp_2m": SchedulerChoice("DPMSolverMultistepScheduler", _2M | _FLOW, _SHIFT),
+    "flow_dpmpp_2s": SchedulerChoice("DPMSolverSinglestepScheduler", _2M | _FLOW, _SHIFT),
+    "flow_euler": SchedulerChoice("FlowMatchEulerDiscreteScheduler"),
+    "flow_heun": SchedulerChoice("FlowMatchHeunDiscreteScheduler"),
+    "flow_unipc": SchedulerChoice("UniPCMultistepScheduler", _FLOW, _SHIFT),
+}
+"""Those for models that predict a flow (Stable Diffusion 3, FLUX). Which of them a pipeline can call depends on the
+checkpoint's config; stochastic ones are missing, as these pipelines do not give them the image's generator."""
+
 USUAL = (DEFAULT, "ddim", "euler", "euler_a", "dpmpp_2m", "dpmpp_2m_karras", "dpmpp_2m_sde_karras", "unipc")
 """What is compiled when nobody asks for anything else."""
+
+USUAL_FLOW = (DEFAULT, "flow_dpmpp_2m", "flow_unipc")
+"""The same for models that predict a flow."""
 
 REFUSED: dict[str, str] = dict.fromkeys(
     ("DPMSolverSDEScheduler", "CosineDPMSolverMultistepScheduler"),
@@ -107,6 +127,8 @@ class SamplerReport:
     """Why image to image is impossible, where it is."""
     no_mask: str
     """Why a mask cannot keep a part of a picture, where it cannot."""
+    no_other_size: str
+    """Why tables hold for the size of the call only, where they do."""
     rows: int
     """Rows stored."""
     seconds: float
@@ -124,19 +146,26 @@ class CompiledSamplers:
     """Optional schedulers left out, each with the reason."""
 
 
-def make_scheduler(config: Mapping[str, Any], name: str = DEFAULT, call: ScheduleCall | None = None) -> Any:
+def make_scheduler(
+    config: Mapping[str, Any],
+    name: str = DEFAULT,
+    call: ScheduleCall | None = None,
+    choices: Mapping[str, SchedulerChoice] = SCHEDULERS,
+) -> Any:
     """Make the diffusers scheduler that a name stands for, from the checkpoint's `scheduler_config.json`.
 
     The pipeline is built with the checkpoint's own scheduler, and may rewrite its config; the others are then made from
     that config: `pipeline.scheduler = Class.from_config(pipeline.scheduler.config, **overrides)`.
     """
-    if name != DEFAULT and name not in SCHEDULERS:
-        raise UsageError(f"no scheduler is called {name!r}", hint=near(name, [DEFAULT, *SCHEDULERS]))
+    if name != DEFAULT and name not in choices:
+        raise UsageError(f"no scheduler is called {name!r}", hint=near(name, [DEFAULT, *choices]))
     own = _from_config(str(config.get("_class_name", "")), config, {})
     (call or StableDiffusionCall()).adopt(own)
     if name == DEFAULT:
         return own
-    return _from_config(SCHEDULERS[name].class_name, own.config, SCHEDULERS[name].overrides)
+    choice = choices[name]
+    renamed = {new: own.config[old] for new, old in choice.renamed.items() if old in own.config}
+    return _from_config(choice.class_name, own.config, {**choice.overrides, **renamed})
 
 
 def compile_samplers(
@@ -145,14 +174,18 @@ def compile_samplers(
     *,
     path: Path,
     call: ScheduleCall | None = None,
+    choices: Mapping[str, SchedulerChoice] = SCHEDULERS,
     steps: Iterable[int] = range(1, MAX_STEPS + 1),
     optional: Sequence[str] = (),
+    image_tokens: Sequence[int] = (),
     progress: Progress | None = None,
 ) -> CompiledSamplers:
     """Compile the named schedulers for all step counts and image-to-image starts, and write them to `path`.
 
-    `config` is the checkpoint's `scheduler_config.json`. A scheduler of `names` that cannot be a table is a
-    SamplerError; one of `optional` is left out and reported.
+    `config` is the checkpoint's `scheduler_config.json`; `call` and `choices` are the family's. A scheduler of `names`
+    that cannot be a table is a SamplerError; one of `optional` is left out and reported. Where schedules depend on the
+    size of the picture, tables of other sizes are derived when they are asked for; that is proved here for the sizes in
+    `image_tokens`.
     """
     call = call or StableDiffusionCall()
     steps = tuple(steps)
@@ -173,10 +206,12 @@ def compile_samplers(
     schedulers, pages, reports = {}, [], []
     for name in dict.fromkeys([*names, *optional]):  # a mistake in any name shows before the work begins
         with may_refuse(name):
-            schedulers[name] = make_scheduler(config, name, call)
+            schedulers[name] = make_scheduler(config, name, call, choices)
     for name, scheduler in schedulers.items():
         with may_refuse(name):
-            page, report = compile_sampler(scheduler, name, call, steps=steps, progress=progress)
+            page, report = compile_sampler(
+                scheduler, name, call, steps=steps, image_tokens=image_tokens, progress=progress
+            )
             pages.append(page)
             reports.append(report)
     versions = {library: importlib.import_module(library).__version__ for library in ("diffusers", "torch")}
@@ -185,7 +220,13 @@ def compile_samplers(
 
 
 def compile_sampler(
-    scheduler: Any, name: str, call: ScheduleCall, *, steps: Sequence[int], progress: Progress | None = None
+    scheduler: Any,
+    name: str,
+    call: ScheduleCall,
+    *,
+    steps: Sequence[int],
+    image_tokens: Sequence[int] = (),
+    progress: Progress | None = None,
 ) -> tuple[SamplerPages, SamplerReport]:
     """Compile one scheduler object: its pages of the book, and what was found out about it."""
     began = time.perf_counter()
@@ -219,6 +260,7 @@ def compile_sampler(
             except RefusedSteps as error:
                 pages.no_image = str(error)
             say(name, len(steps) + done + 1, 2 * len(steps))
+        pages.no_other_size = check_sizes(stage, call, pages, image_tokens, runs)
     if pages.residual > RESIDUAL:
         raise SamplerError(f"{name}: {kind} looks back over more than {window} entries from a start", where=where)
     with _quiet():
@@ -233,6 +275,7 @@ def compile_sampler(
         refused_steps=refused_steps,
         no_image=pages.no_image,
         no_mask=pages.no_mask,
+        no_other_size=pages.no_other_size,
         rows=pages.stored_rows,
         seconds=time.perf_counter() - began,
     )

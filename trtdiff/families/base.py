@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from trtdiff.backends.base import Runs
     from trtdiff.export.schedule_call import ScheduleCall
+    from trtdiff.export.schedulers import SchedulerChoice
     from trtdiff.tokens import Tokenizer
 
 Config = Mapping[str, Any]
@@ -73,10 +74,17 @@ class ModelFacts:
     """Symbolic dimensions of text, and how long they are: `tokens` of a text encoder, `context` of the denoiser."""
     guided_by: Guidance = "branches"
     modes: tuple[Mode, ...] = ("text", "image", "inpaint")
+    skips: Literal["more", "fewer"] = "more"
+    """How image-to-image rounds the steps that a strength skips: Stable Diffusion's pipelines skip more, those of flow
+    matching fewer."""
     clip_layers: int = 0
     """Layers of a CLIP text encoder of which the last may be skipped; 0: none may."""
     own: Mapping[str, Any] = field(default_factory=dict)
     """What only the family itself reads."""
+
+    def image_tokens(self, height: int, width: int) -> int:
+        """Patches that a transformer cuts a picture of this size into."""
+        return (height // self.sizes_multiple_of) * (width // self.sizes_multiple_of)
 
 
 @dataclass(frozen=True)
@@ -217,15 +225,31 @@ class ModelFamily(ABC):
             }
         )
 
-    def schedule_call(self, scheduler: Config) -> "ScheduleCall":  # noqa: ARG002 - flow matching needs the config
-        """Give the way in which the diffusers pipeline calls its scheduler."""
+    def schedule_call(self, image_tokens: int) -> "ScheduleCall":  # noqa: ARG002 - flow matching needs it
+        """Give the way in which the diffusers pipeline calls its scheduler, for pictures of so many tokens."""
         from trtdiff.export.schedule_call import StableDiffusionCall
 
         return StableDiffusionCall()
 
+    def schedulers(self) -> "Mapping[str, SchedulerChoice]":
+        """Give the schedulers that may be asked for by name."""
+        from trtdiff.export.schedulers import SCHEDULERS
+
+        return SCHEDULERS
+
+    def usual_schedulers(self) -> tuple[str, ...]:
+        """Give those that are compiled when nobody asks, as far as they can be; the checkpoint's own comes first."""
+        from trtdiff.export.schedulers import USUAL
+
+        return USUAL
+
     def diffusers_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Say the arguments of a call in the words of this family's diffusers pipeline."""
+        """Say the arguments of a text-to-image or image-to-image call in the words of this family's pipelines."""
         return arguments
+
+    def unpacked(self, latents: Array, height: int, width: int) -> Array:  # noqa: ARG002 - FLUX packs them
+        """Give the latents that a pipeline's callback sees as [B, C, h, w]."""
+        return latents
 
     # --- runtime side
 

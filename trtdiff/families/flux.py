@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
 
     from trtdiff.backends.base import Runs
+    from trtdiff.export.schedule_call import ScheduleCall
+    from trtdiff.export.schedulers import SchedulerChoice
     from trtdiff.tokens import Tokenizer
 
 PATCH = 2
@@ -77,6 +79,7 @@ class Flux(ModelFamily):
             sizes_multiple_of=latent.downscale * PATCH,
             lengths={"tokens": tokens["tokenizer"].limit, t5.TOKENS: T5_TOKENS, "context": T5_TOKENS},
             guided_by="embedded, branches" if embedded else "branches",
+            skips="fewer",
         )
 
     def components(self, configs: Mapping[str, Config]) -> tuple[ComponentSpec, ...]:
@@ -105,6 +108,24 @@ class Flux(ModelFamily):
             *vae_components(configs, facts.latent),
         )
 
+    def schedule_call(self, image_tokens: int) -> "ScheduleCall":
+        """Give the call of this family's pipelines, whose schedule may depend on the size."""
+        from trtdiff.export.flow_calls import FluxCall
+
+        return FluxCall(image_tokens)
+
+    def schedulers(self) -> "Mapping[str, SchedulerChoice]":
+        """Give those for models that predict a flow."""
+        from trtdiff.export.schedulers import FLOW_SCHEDULERS
+
+        return FLOW_SCHEDULERS
+
+    def usual_schedulers(self) -> tuple[str, ...]:
+        """Give the checkpoint's own, and two of higher order."""
+        from trtdiff.export.schedulers import USUAL_FLOW
+
+        return USUAL_FLOW
+
     def encode(
         self,
         texts: Sequence[str | None],
@@ -127,12 +148,15 @@ class Flux(ModelFamily):
         return {EMBEDDED: np.full(wish.branches, wish.guidance, np.float32)}
 
     def diffusers_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """diffusers calls the scale of the branches `true_cfg_scale`, and takes no negative prompt without it."""
-        found = dict(arguments)
-        found["true_cfg_scale"] = found.pop("branch_guidance")
-        if found["true_cfg_scale"] <= 1:
-            found.pop("negative_prompt")
-        return found
+        """Leave out the negative prompt, which the pipeline takes with a `true_cfg_scale` only."""
+        return {name: value for name, value in arguments.items() if name != "negative_prompt"}
+
+    def unpacked(self, latents: Array, height: int, width: int) -> Array:
+        """Undo the pipeline's packing of [B, C, h, w] into tokens [B, h/2 · w/2, C · 4]."""
+        batch, _, packed = latents.shape
+        rows, columns = (side // (8 * PATCH) for side in (height, width))
+        apart = latents.reshape(batch, rows, columns, packed // PATCH**2, PATCH, PATCH)
+        return apart.transpose(0, 3, 1, 4, 2, 5).reshape(batch, -1, rows * PATCH, columns * PATCH)
 
 
 def _denoiser(config: Config) -> "torch.nn.Module":

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from trtdiff.backends.base import Runs
+    from trtdiff.export.schedule_call import ScheduleCall
     from trtdiff.tokens import Tokenizer
 
 T5_TOKENS = 120
@@ -92,6 +93,12 @@ class PixArt(ModelFamily):
             transformer,
             *vae_components(configs, facts.latent)[:1],
         )
+
+    def schedule_call(self, image_tokens: int) -> "ScheduleCall":  # noqa: ARG002 - other families need it
+        """Give the call of PixArt's pipeline."""
+        from trtdiff.export.schedule_call import PixArtCall
+
+        return PixArtCall()
 
     def encode(
         self,

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
 
     from trtdiff.backends.base import Runs
+    from trtdiff.export.schedule_call import ScheduleCall
+    from trtdiff.export.schedulers import SchedulerChoice
     from trtdiff.tokens import Tokenizer
 
 CLIPS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
@@ -65,6 +67,7 @@ class StableDiffusion3(ModelFamily):
             guidance=7.0,
             sizes_multiple_of=latent.downscale * field_of(configs, "transformer", "patch_size", int, 2),
             lengths={"tokens": limit, **({t5.TOKENS: T5_TOKENS} if has_t5 else {}), "context": limit + T5_TOKENS},
+            skips="fewer",
             clip_layers=min(field_of(configs, encoder, "num_hidden_layers", int, 12) for encoder in CLIPS) - 1,
             own={"width": width},
         )
@@ -94,6 +97,24 @@ class StableDiffusion3(ModelFamily):
             transformer,
             *vae_components(configs, facts.latent),
         )
+
+    def schedule_call(self, image_tokens: int) -> "ScheduleCall":
+        """Give the call of this family's pipelines, whose schedule may depend on the size."""
+        from trtdiff.export.flow_calls import StableDiffusion3Call
+
+        return StableDiffusion3Call(image_tokens)
+
+    def schedulers(self) -> "Mapping[str, SchedulerChoice]":
+        """Give those for models that predict a flow."""
+        from trtdiff.export.schedulers import FLOW_SCHEDULERS
+
+        return FLOW_SCHEDULERS
+
+    def usual_schedulers(self) -> tuple[str, ...]:
+        """Give the checkpoint's own, and two of higher order."""
+        from trtdiff.export.schedulers import USUAL_FLOW
+
+        return USUAL_FLOW
 
     def encode(
         self,

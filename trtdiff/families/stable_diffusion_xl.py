@@ -85,7 +85,7 @@ class StableDiffusionXL(ModelFamily):
             *vae_components(configs, facts.latent),
         )
 
-    def schedule_call(self, scheduler: Config) -> "ScheduleCall":  # noqa: ARG002 - other families need it
+    def schedule_call(self, image_tokens: int) -> "ScheduleCall":  # noqa: ARG002 - other families need it
         """Give the call of the pipelines of Stable Diffusion XL."""
         from trtdiff.export.schedule_call import StableDiffusionXLCall
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from trtdiff.checkpoint import Checkpoint
 from trtdiff.errors import CheckpointError, MissingDependency, UsageError
+from trtdiff.families import family_of_pipeline
 from trtdiff.export.layout import NOT_COMPILED, read_json
 from trtdiff.families.base import ComponentSpec
 from trtdiff.types import Array
@@ -116,25 +117,28 @@ class Reference:
                 pipeline = diffusers.AutoPipelineForImage2Image.from_pipe(pipeline)
             kwargs = {"image": image.resize((request.width, request.height)), "strength": request.strength}
         pipeline.set_progress_bar_config(disable=True)
-        pipeline.scheduler = make_scheduler(self._checkpoint.configs["scheduler"], request.scheduler)
+        kind = family_of_pipeline(self._checkpoint.pipeline, where=self._checkpoint.name)
+        choices, call = kind.schedulers(), kind.schedule_call(0)
+        pipeline.scheduler = make_scheduler(self._checkpoint.configs["scheduler"], request.scheduler, call, choices)
         latents: list[Array] = []
 
         def keep(_pipeline: Any, _step: int, _timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
-            latents.append(values["latents"].float().numpy().copy())
+            latents.append(kind.unpacked(values["latents"].float().numpy(), request.height, request.width).copy())
             return {}
 
+        arguments = {
+            "prompt": list(request.prompts),
+            "negative_prompt": [request.negative] * len(request.prompts),
+            "num_inference_steps": request.steps,
+            "guidance_scale": request.guidance,
+            "generator": [torch.Generator().manual_seed(request.seed + i) for i in range(len(request.prompts))],
+            "output_type": "np",
+            "callback_on_step_end": keep,
+            **kwargs,
+        }
         try:
             with _quiet():
-                made = pipeline(
-                    list(request.prompts),
-                    negative_prompt=[request.negative] * len(request.prompts),
-                    num_inference_steps=request.steps,
-                    guidance_scale=request.guidance,
-                    generator=[torch.Generator().manual_seed(request.seed + i) for i in range(len(request.prompts))],
-                    output_type="np",
-                    callback_on_step_end=keep,
-                    **kwargs,
-                )
+                made = pipeline(**kind.diffusers_arguments(arguments))
         except ValueError as error:
             raise UsageError(f"the diffusers pipeline refuses the request: {error}", where=str(request)) from error
         finally:
