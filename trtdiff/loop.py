@@ -69,7 +69,7 @@ class DenoisingLoop:
         self._fixed["guidance"] = self._allocate("guidance", (branches, self._batch))
         self._fixed["rescale"] = self._allocate("rescale", (self._batch,))
         self._kept = {}
-        if "mask" in self._types:
+        if "known" in self._types:
             self._kept = {
                 "mask": self._allocate("mask", (noise[0], 1, *noise[2:])),
                 "known": self._allocate("known", (2, *noise)),
@@ -185,8 +185,14 @@ def run_on_host(
     window = np.zeros((slots, *start.noise.shape), np.float32)
     coefficients = np.zeros((slots, batch), np.float32)
     coefficients[-1] = 1
-    painted = {"known": np.zeros((2, *start.noise.shape)), "known_coefficients": np.zeros((2, batch))}
-    painted["mask"] = np.ones((batch, 1, *start.noise.shape[2:]))
+    types = {spec.name: spec.dtype for spec in session.inputs}
+    painted: dict[str, Array] = {}
+    if "known" in types:
+        painted = {
+            "mask": np.ones((batch, 1, *start.noise.shape[2:]), types["mask"]),
+            "known": np.zeros((2, *start.noise.shape), types["known"]),
+            "known_coefficients": np.zeros((2, batch), types["known_coefficients"]),
+        }
     fixed = {
         **conditions,
         **painted,
@@ -210,9 +216,7 @@ def run_on_host(
         return outputs["prediction"]
 
     window[-1] = run_loop(table, predict, start.noise, clean=start.clean, draw=start.draw, mask=start.mask)
-    types = {spec.name: spec.dtype for spec in session.inputs}
-    kept = {name: value.astype(types[name]) for name, value in painted.items() if name in types}
-    return Finished({"window": window, "coefficients": coefficients, **kept}, seconds)
+    return Finished({"window": window, "coefficients": coefficients, **painted}, seconds)
 
 
 def slots_of(engine: int, table: SamplerTable) -> int:

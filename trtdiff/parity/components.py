@@ -69,7 +69,7 @@ def _case(case: Case, engine_inputs: set[str], reference: Module) -> tuple[dict[
     if "window" not in engine_inputs:
         return plain, reference(plain)
     inner = next(item.name for item in case.spec.inputs if item.name in {"sample", "latent"})
-    feeds, latent = _prologue(plain.pop(inner), case.sizes["window"], rng, masked="mask" in engine_inputs - {*plain})
+    feeds, latent = _prologue(plain.pop(inner), case.sizes["window"], rng, masked="known" in engine_inputs)
     if "guidance" not in engine_inputs:
         return feeds, {**reference({inner: latent, **plain}), "latent": latent}
     return _guided(case, feeds, latent, rng, reference)
