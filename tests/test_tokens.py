@@ -116,6 +116,12 @@ def test_a_tokenizer_that_knows_no_letters_is_refused(tmp_path):
         Tokenizer.open(tmp_path / "tokenizer.json", TokenFacts(16, "!"))
 
 
+def test_rows_without_room_for_words_are_refused(pair, tmp_path):
+    pair[0].backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ArtefactError, match="rows of 2 ids leave no room"):
+        Tokenizer.open(tmp_path / "tokenizer.json", TokenFacts(2, "!"))
+
+
 def test_the_words_that_are_cut_are_named_as_they_stand_in_the_prompt(pair):
     _, ours = pair  # 16 ids: 14 besides the two special ones, and "a" is one
     assert ours.cut("a " * 14 + "Cat dog,\nHOUSE") == "Cat dog,\nHOUSE"

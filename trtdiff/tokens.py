@@ -59,6 +59,9 @@ class Tokenizer:
         if around is None:
             raise ArtefactError(f"{path.name} has no token for the letter a", where=str(path),
                                 hint="export the checkpoint again")  # fmt: skip
+        if facts.limit <= sum(map(len, around)):
+            raise ArtefactError(f"rows of {facts.limit} ids leave no room for words", where=str(path),
+                                hint="export the checkpoint again")  # fmt: skip
         return cls(facts.limit, pad, *around, uncut, cut)
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:  # [limit]
