@@ -2,6 +2,10 @@
 
 import hashlib
 import json
+import os
+import struct
+import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,14 +49,44 @@ def test_arrays_become_the_pictures_that_diffusers_makes():
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
 
-def test_exif_rotation_is_applied(tmp_path):
-    image = picture(20, 10)
+UPRIGHT = {
+    1: lambda stored: stored,
+    2: np.fliplr,
+    3: lambda stored: np.rot90(stored, 2),
+    4: np.flipud,
+    5: lambda stored: stored.swapaxes(0, 1),
+    6: lambda stored: np.rot90(stored, -1),
+    7: lambda stored: np.rot90(stored.swapaxes(0, 1), 2),
+    8: np.rot90,
+}
+"""Upright pixels of what is stored, by EXIF's orientation: which side of the picture the first row and column are."""
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", UPRIGHT)
+def test_exif_rotation_is_applied(tmp_path, orientation, kind):
+    stored = np.kron(picture(3, 2), np.ones((16, 16, 1), np.uint8))  # whole blocks, which JPEG keeps nearly exactly
     exif = Image.Exif()
-    exif[0x0112] = 6  # turned a quarter: what is stored as the top row is the right column
-    image.save(tmp_path / "turned.png", exif=exif)
-    got = open_image(tmp_path / "turned.png")
-    assert got.size == (10, 20)
-    np.testing.assert_array_equal(np.asarray(got), np.rot90(np.asarray(image), -1))
+    exif[0x0112] = orientation
+    Image.fromarray(stored).save(tmp_path / "turned", kind, exif=exif, quality=100, lossless=True, subsampling=0)
+    got = np.asarray(open_image(tmp_path / "turned"), int)
+    expected = UPRIGHT[orientation](stored)
+    assert got.shape == expected.shape
+    np.testing.assert_allclose(got, expected, atol=3 if kind == "JPEG" else 0)
+
+
+def test_sixteen_bit_grey_is_turned_too(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(np.array([[0, 257, 65535]], np.uint16)).save(tmp_path / "turned.png", exif=exif)
+    assert np.asarray(open_image(tmp_path / "turned.png"))[:, :, 0].tolist() == [[0], [1], [255]]
+
+
+@pytest.mark.parametrize("exif", [b"Exif\0\0nonsense", b"Exif\0\0MM\0*\0\0\0\x08\xff\xff"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_damaged_exif_turns_nothing(tmp_path, exif):
+    Image.new("RGB", (4, 2), "red").save(tmp_path / "damaged.jpg", exif=exif)
+    assert open_image(tmp_path / "damaged.jpg").size == (4, 2)
 
 
 def test_transparency_is_laid_over_white(tmp_path):
@@ -107,8 +141,164 @@ def test_a_picture_that_ends_early_is_named(tmp_path):
 
 
 def test_a_folder_is_no_picture(tmp_path):
-    with pytest.raises(UsageError, match="cannot read the picture"):
+    with pytest.raises(UsageError, match="is a folder, not a picture"):
         open_image(tmp_path)
+
+
+def write_png(file, depth, colour, rows, *chunks):
+    """Write a PNG by hand, of a depth and kind that Pillow does not write."""
+
+    def chunk(name, body):
+        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+    channels = {0: 1, 2: 3, 4: 2, 6: 4}[colour]
+    width = rows.shape[1] // channels if rows.size else 60_000
+    facts = struct.pack(">IIBBBBB", width, rows.shape[0] or 60_000, depth, colour, 0, 0, 0)
+    body = b"".join(b"\0" + row.astype(">u2" if depth == 16 else "u1").tobytes() for row in rows)
+    parts = [chunk(b"IHDR", facts), *(chunk(*each) for each in chunks), chunk(b"IDAT", zlib.compress(body))]
+    file.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(parts) + chunk(b"IEND", b""))
+    return file
+
+
+def test_of_sixteen_bit_colours_the_upper_eight_bits_are_read(tmp_path):
+    levels = np.array([[0, 32768, 65535, 257, 514, 25700]])
+    got = np.asarray(open_image(write_png(tmp_path / "deep.png", 16, 2, levels)), int)
+    np.testing.assert_allclose(got.reshape(1, 6), levels / 257, atol=0.5)
+
+
+@pytest.mark.parametrize(("colour", "levels"), [(4, [[0, 65535, 9000, 0]]), (6, [[0, 0, 0, 65535, 9, 9, 9, 0]])])
+def test_sixteen_bit_transparency_is_laid_over_white(tmp_path, colour, levels):
+    got = np.asarray(open_image(write_png(tmp_path / "deep.png", 16, colour, np.array(levels))))
+    assert got.tolist() == [[[0, 0, 0], [255, 255, 255]]]
+
+
+@pytest.mark.parametrize("depth", [8, 16])
+def test_a_grey_level_that_means_transparent_is_laid_over_white(tmp_path, depth):
+    key = (b"tRNS", struct.pack(">H", 100))
+    got = open_image(write_png(tmp_path / "grey.png", depth, 0, np.array([[0, 100]]), key))
+    assert np.asarray(got).tolist() == [[[0, 0, 0], [255, 255, 255]]]
+
+
+def test_a_colour_that_means_transparent_is_laid_over_white(tmp_path):
+    key = (b"tRNS", struct.pack(">3H", 10, 20, 30))
+    got = open_image(write_png(tmp_path / "colour.png", 8, 2, np.array([[10, 20, 31, 10, 20, 30]]), key))
+    assert np.asarray(got).tolist() == [[[10, 20, 31], [255, 255, 255]]]
+
+
+def test_a_sixteen_bit_colour_that_means_transparent_is_refused(tmp_path):
+    key = (b"tRNS", struct.pack(">3H", 1000, 2000, 3000))
+    with pytest.raises(UsageError, match="cannot be told apart in 8 bits"):
+        open_image(write_png(tmp_path / "deep.png", 16, 2, np.array([[0, 0, 0, 1000, 2000, 3000]]), key))
+
+
+def test_a_palette_without_transparency_gives_its_colours(tmp_path):
+    image = Image.new("P", (2, 1))
+    image.putpalette([10, 20, 30, 200, 0, 0])
+    image.putdata([1, 0])
+    image.save(tmp_path / "palette.png")
+    assert np.asarray(open_image(tmp_path / "palette.png")).tolist() == [[[200, 0, 0], [10, 20, 30]]]
+
+
+def test_a_palette_with_an_alpha_for_every_entry_is_laid_over_white(tmp_path):
+    image = Image.new("P", (2, 1))
+    image.putpalette([0, 0, 0, 0, 0, 0])
+    image.putdata([0, 1])
+    image.save(tmp_path / "palette.png", transparency=bytes([255, 51]))
+    np.testing.assert_allclose(np.asarray(open_image(tmp_path / "palette.png"), int)[0, :, 0], [0, 204], atol=1)
+
+
+def test_one_bit_pictures_are_black_and_white(tmp_path):
+    Image.fromarray(np.array([[True, False]])).save(tmp_path / "bits.png")
+    assert np.asarray(open_image(tmp_path / "bits.png")).tolist() == [[[255] * 3, [0] * 3]]
+
+
+def test_cmyk_is_read_as_ink_not_light(tmp_path):
+    ink = np.zeros((16, 32, 4), np.uint8)
+    ink[:, 16:] = [0, 255, 255, 0]  # magenta and yellow: red
+    Image.fromarray(ink, "CMYK").save(tmp_path / "print.jpg", quality=100)
+    got = np.asarray(open_image(tmp_path / "print.jpg"), int)
+    np.testing.assert_allclose(got[8, 8], [255, 255, 255], atol=2)
+    np.testing.assert_allclose(got[8, 24], [255, 0, 0], atol=2)
+
+
+def test_grey_with_alpha_is_laid_over_white():
+    image = Image.merge("LA", [Image.new("L", (1, 1), 100), Image.new("L", (1, 1), 51)])
+    np.testing.assert_allclose(np.asarray(open_image(image), int), 0.2 * 100 + 0.8 * 255, atol=1)
+
+
+def test_of_an_animation_the_first_frame_is_taken(tmp_path):
+    frames = [Image.new("RGB", (4, 4), colour) for colour in ("red", "blue", "lime")]
+    frames[0].save(tmp_path / "moving.gif", save_all=True, append_images=frames[1:])
+    assert np.asarray(open_image(tmp_path / "moving.gif")).reshape(-1, 3).tolist() == [[255, 0, 0]] * 16
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP", "GIF", "TIFF", "BMP", "PNG"])
+@pytest.mark.parametrize("share", [0.02, 0.5, 0.9])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_every_kind_of_file_that_ends_early_is_refused(tmp_path, kind, share):
+    picture(64, 64).save(tmp_path / "whole", kind)
+    whole = (tmp_path / "whole").read_bytes()
+    (tmp_path / "part").write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(UsageError, match="part"):
+        open_image(tmp_path / "part")
+
+
+def test_an_empty_file_is_no_picture(tmp_path):
+    (tmp_path / "empty.png").touch()
+    with pytest.raises(UsageError, match=r"empty\.png is not a picture"):
+        open_image(tmp_path / "empty.png")
+
+
+def test_a_pipe_is_refused_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(UsageError, match=r"pipe\.png is not a file"):
+        open_image(tmp_path / "pipe.png")
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["https://example.com/cat.png", Path("https://example.com/cat.png"), "data:image/png;base64," + "A" * 9000],
+)
+def test_an_address_is_no_file(address):
+    with pytest.raises(UsageError, match="is an address, not a file"):
+        open_image(address)
+
+
+@pytest.mark.parametrize("name", ["", "a" * 5000, "a\0b"])
+def test_names_that_cannot_be_files_are_refused(name):
+    with pytest.raises(UsageError):
+        open_image(name)
+
+
+def test_a_file_that_says_it_is_huge_is_refused_before_it_is_read(tmp_path):
+    bomb = write_png(tmp_path / "bomb.png", 8, 2, np.zeros((0, 3)))  # 60,000 by 60,000 in 70 bytes
+    with pytest.raises(UsageError, match="decompression bomb"):
+        open_image(bomb)
+
+
+@pytest.mark.parametrize("source", [np.zeros((4, 4, 3), np.uint8), b"picture.png", None, 7])
+def test_what_is_neither_file_nor_picture_is_refused(source):
+    with pytest.raises(UsageError, match="is a path or a PIL image, not"):
+        open_image(source)
+
+
+def test_a_picture_without_pixels_is_refused():
+    with pytest.raises(UsageError, match="0 x 3 has no pixels"):
+        open_image(Image.new("RGB", (0, 3)))
+
+
+def test_a_picture_that_was_closed_is_refused():
+    image = Image.new("RGB", (2, 2))
+    image.close()
+    with pytest.raises(UsageError, match="cannot read the picture"):
+        open_image(image)
+
+
+def test_a_picture_that_is_given_stays_open_and_as_it_was():
+    image = picture().convert("RGBA")
+    before = image.tobytes()
+    assert open_image(image).mode == "RGB"
+    assert (image.mode, image.tobytes()) == ("RGBA", before)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,70 @@ def test_something_is_cut_exactly_where_transformers_truncates(pair, prompt):
     assert bool(ours.cut(prompt)) == (len(theirs(prompt).input_ids) > theirs.model_max_length)
 
 
+@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: ascii(prompt[:12]))
+def test_masks_are_transformers_masks(pair, prompt):
+    theirs, ours = pair
+    expected = theirs(prompt, padding="max_length", max_length=theirs.model_max_length, truncation=True)
+    row, mask = ours.encode_with_mask(prompt)
+    assert row.tolist() == expected.input_ids
+    assert mask.tolist() == expected.attention_mask
+    assert mask.dtype == "int64"
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: ascii(prompt[:12]))
+def test_pieces_are_transformers_ids_without_begin_and_end(pair, prompt):
+    theirs, ours = pair
+    numbers = [number for number, _, _ in ours.pieces(prompt)]
+    assert numbers == theirs(prompt, add_special_tokens=False).input_ids
+    assert [*ours.begin, *numbers, *ours.end] == theirs(prompt).input_ids
+
+
+def test_pieces_say_where_they_stand(pair):
+    assert [(start, stop) for _, start, stop in pair[1].pieces("  a\n cat, 🐱")] == [
+        (2, 3), (5, 8), (8, 9), *[(10, 11)] * 4  # four bytes of one character
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def blanks_included(tmp_path):
+    """A Unigram tokenizer whose words include the blank in front of them, as some T5 files are made."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import models, pre_tokenizers, processors
+
+    words = ["<pad>", "</s>", "<unk>", "▁", "▁a", "▁cat", "▁red", ",", *"acdert"]
+    made = Library(models.Unigram([(word, -len(word) - 1.0) for word in words], 2))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    made.post_processor = processors.TemplateProcessing(single=["$A", "</s>"], special_tokens=[("</s>", 1)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    return Tokenizer.open(tmp_path / "tokenizer.json", TokenFacts(5, "<pad>"))
+
+
+def test_a_blank_in_front_of_a_word_is_not_part_of_it(blanks_included):
+    assert [(start, stop) for _, start, stop in blanks_included.pieces("a red, cat")] == [
+        (0, 1),
+        (2, 5),
+        (5, 6),
+        (7, 10),
+    ]
+    assert blanks_included.cut("a red a a cat, a") == "cat, a"
+    assert (blanks_included.begin, blanks_included.end) == ((), (1,))
+
+
+def test_a_tokenizer_that_knows_no_letters_is_refused(tmp_path):
+    from tokenizers import Tokenizer as Library
+    from tokenizers import models
+
+    Library(models.BPE({"!": 0}, [])).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ArtefactError, match="no token for the letter a"):
+        Tokenizer.open(tmp_path / "tokenizer.json", TokenFacts(16, "!"))
+
+
+def test_rows_without_room_for_words_are_refused(pair, tmp_path):
+    pair[0].backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ArtefactError, match="rows of 2 ids leave no room"):
+        Tokenizer.open(tmp_path / "tokenizer.json", TokenFacts(2, "!"))
+
+
 def test_the_words_that_are_cut_are_named_as_they_stand_in_the_prompt(pair):
     _, ours = pair  # 16 ids: 14 besides the two special ones, and "a" is one
     assert ours.cut("a " * 14 + "Cat dog,\nHOUSE") == "Cat dog,\nHOUSE"

@@ -3,7 +3,7 @@
     model_index.json                       names the pipeline class and the components
     unet/config.json, unet/*.safetensors   one folder a component
     scheduler/scheduler_config.json
-    tokenizer/tokenizer.json               or vocab.json and merges.txt
+    tokenizer/tokenizer.json               or vocab.json and merges.txt, or T5's spiece.model
 
 Opening reads JSON alone; weights are indexed when `tensors` asks for them, from their headers.
 """
@@ -29,6 +29,7 @@ from trtdiff.export.layout import (
 )
 from trtdiff.export.manifest import CheckpointOrigin
 from trtdiff.export.safetensors_index import TensorRef
+from trtdiff.export.spiece import t5_tokenizer_json
 from trtdiff.export.weight_files import WeightFile, choose, files_of, read_tensors, weight_files
 from trtdiff.types import names
 
@@ -99,7 +100,7 @@ class Checkpoint:
         return read_tensors(self.path / folder, self._chosen(folder))
 
     def tokenizer_json(self, folder: str) -> bytes:
-        """Give a tokenizer in tokenizers' own format, made from vocabulary and merges if only those are stored."""
+        """Give a tokenizer in tokenizers' own format, made from its parts if only those are stored."""
         stored = self.path / folder / "tokenizer.json"
         try:
             made = stored.read_bytes() if stored.is_file() else _tokenizer_from_parts(self.path / folder)
@@ -234,11 +235,15 @@ def _digest(file: Path, progress: Callable[[int], None] | None, *, fresh: bool =
 
 
 def _tokenizer_from_parts(folder: Path) -> bytes:
-    """Let transformers make a fast tokenizer from `vocab.json` and `merges.txt`, and write it down."""
+    """Make T5's tokenizer from `spiece.model`, or let transformers make CLIP's from `vocab.json` and `merges.txt`."""
+    if (folder / "spiece.model").is_file():
+        return t5_tokenizer_json(folder / "spiece.model")
     missing = [name for name in ("vocab.json", "merges.txt") if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{folder.name} has neither tokenizer.json nor {' and '.join(missing)}", where=str(folder), hint=DAMAGED
+            f"{folder.name} has neither tokenizer.json nor {' and '.join(missing)} nor spiece.model",
+            where=str(folder),
+            hint=DAMAGED,
         )
     try:
         import transformers

@@ -20,6 +20,7 @@ from trtdiff.images import pixel_digest, save_png, to_images
 from trtdiff.latent_log import ENTRY
 from trtdiff.loop import Finished, check_finite, run_on_host, slots_of
 from trtdiff.machine import peak_memory, this_machine
+from trtdiff.masks import grey_warning
 from trtdiff.receipt import RECEIPT_SCHEMA, PictureFacts, Receipt, SchedulerUse, StageTime
 from trtdiff.request import Request, Shot
 from trtdiff.starts import Sources, Started
@@ -129,7 +130,7 @@ class Execution:
             threads=engines.threads,
             peak_memory=peak_memory(),
             machine=this_machine(),
-            warnings=cut_prompts(engines, request),
+            warnings=warnings_of(engines, request),
         )
 
     # --- one batch
@@ -269,8 +270,8 @@ class Execution:
         }
 
 
-def cut_prompts(engines: Engines, request: Request) -> tuple[str, ...]:
-    """Say which words of which prompts do not fit into the text encoder."""
+def warnings_of(engines: Engines, request: Request) -> tuple[str, ...]:
+    """Say which words of which prompts do not fit into the text encoder, and which masks are none."""
     texts = [("the prompt", text) for text in request.prompts]
     if request.branches == 2:
         texts += [("the negative prompt", text) for text in request.negatives if text]
@@ -281,7 +282,8 @@ def cut_prompts(engines: Engines, request: Request) -> tuple[str, ...]:
                 found[f"{what} {text[:40]!r}… is longer than {tokenizer.limit} tokens; these words were cut: {cut}"] = (
                     None
                 )
-    return tuple(found)
+    masks = {id(mask): grey_warning(mask) for mask in request.masks}
+    return (*found, *dict.fromkeys(filter(None, masks.values())))
 
 
 def _short(text: str, limit: int = 200) -> str:

@@ -4,9 +4,10 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,39 +16,87 @@ from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 from trtdiff.errors import UsageError
 from trtdiff.records import whole_file
 
+T = TypeVar("T")
+
 METADATA = "trtdiff"
 """Key of the PNG text chunk that holds the parameters as JSON; `parameters` holds them as one line for people."""
 
 
 def open_image(source: Path | str | Image.Image) -> Image.Image:
-    """Read a picture as upright 8-bit RGB.
+    """Read a picture as upright 8-bit RGB; of several frames the first.
 
     EXIF rotation is applied; transparency is laid over white (diffusers drops it and shows whatever colour lies under
-    it; for opaque pictures the two agree); 16-bit grey is scaled, not clipped.
+    it; for opaque pictures the two agree); 16-bit grey is scaled, not clipped; of 16-bit colours the upper 8 bits are
+    read; colour profiles are not applied, as in diffusers. Raises UsageError for what cannot be read.
     """
+    return read_picture(source, _over_white, what="picture")
+
+
+def read_picture(source: Path | str | Image.Image, prepare: Callable[[Image.Image], T], *, what: str) -> T:
+    """Give what `prepare` makes of a picture that is upright and in 8 bits; errors call it `what`."""
     if isinstance(source, Image.Image):
-        return _rgb(source)
-    path = Path(source)
-    try:
+        with _named(f"the {what}", where=""):
+            return prepare(_eight_bits(source))
+    path = _path(source, what)
+    with _named(f"the {what} {path.name}", where=str(path)):
+        if path.is_dir():
+            raise UsageError(f"{path.name or path} is a folder, not a {what}")
+        if not path.exists():
+            raise UsageError(f"there is no {what} {path.name}")
+        if not path.is_file():  # a pipe would be waited for
+            raise UsageError(f"{path.name} is not a file")
         with Image.open(path) as image:
-            return _rgb(image)
-    except FileNotFoundError:
-        raise UsageError(f"there is no picture {path}") from None
+            return prepare(_eight_bits(image))
+
+
+def _path(source: Any, what: str) -> Path:
+    if not isinstance(source, str | Path):
+        raise UsageError(
+            f"a {what} is a path or a PIL image, not {type(source).__name__}",
+            hint="PIL.Image.fromarray makes one of an array of 8-bit levels, PIL.Image.open of an open file",
+        )
+    if re.match(r"data:|[A-Za-z][A-Za-z0-9+.-]+:/", str(source)):
+        raise UsageError(f"{str(source)[:80]} is an address, not a file", hint="download it, and give the file")
+    return Path(source)
+
+
+@contextmanager
+def _named(name: str, *, where: str) -> Iterator[None]:
+    """Turn whatever is raised while a picture is read into a UsageError that names it."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(error.message, where=where, hint=error.hint) from None
     except UnidentifiedImageError:
-        raise UsageError(f"{path.name} is not a picture that can be read", where=str(path)) from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UsageError(f"cannot read the picture {path.name}: {error}", where=str(path)) from None
+        raise UsageError(f"{Path(where).name} is not a picture that can be read", where=where) from None
+    except Exception as error:  # noqa: BLE001 - damaged files raise whatever their bytes make of Pillow's readers
+        raise UsageError(f"cannot read {name}: {error}", where=where) from None
 
 
-def _rgb(image: Image.Image) -> Image.Image:
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Turn a picture as its EXIF says; scale 16-bit grey to 8 bits, in which Pillow converts everything else."""
+    if 0 in image.size:
+        raise UsageError(f"a picture of {image.width} x {image.height} has no pixels")
     sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG")
+    clear = image.info.get("transparency")  # one grey level or colour that is not to be seen
     image = ImageOps.exif_transpose(image)
     if sixteen:
-        return Image.fromarray(np.clip(np.asarray(image, np.float64) / 257 + 0.5, 0, 255).astype(np.uint8)).convert(
-            "RGB"
-        )
+        levels = np.asarray(image).astype(np.float64)
+        grey = Image.fromarray(np.clip(levels / 257 + 0.5, 0, 255).astype(np.uint8))
+        if clear is None:
+            return grey
+        return Image.merge("LA", [grey, Image.fromarray(np.where(levels == clear, 0, 255).astype(np.uint8))])
     if image.mode in {"I", "F"}:
         raise UsageError(f"a picture of mode {image.mode} has no agreed white", hint="save it as an 8-bit PNG")
+    if isinstance(clear, tuple) and max(clear) > 255:
+        raise UsageError(
+            "16-bit colours, one of which means transparent, cannot be told apart in 8 bits",
+            hint="save it with an alpha channel",
+        )
+    return image
+
+
+def _over_white(image: Image.Image) -> Image.Image:
     if image.has_transparency_data:
         colours = image.convert("RGBA")
         page = Image.new("RGBA", colours.size, "white")

@@ -20,7 +20,7 @@ from PIL import Image
 from trtdiff.bundle import BundleManifest
 from trtdiff.engines import Engines
 from trtdiff.errors import UsageError
-from trtdiff.execution import Execution, Picture, Progress, cut_prompts
+from trtdiff.execution import Execution, Picture, Progress, warnings_of
 from trtdiff.receipt import Receipt
 from trtdiff.request import LoopKind, Request, Source, make_request
 from trtdiff.types import Array
@@ -144,8 +144,8 @@ class Pipeline:
             return Result(tuple(pictures), execution.receipt(pictures))
 
     def warnings(self, request: Request) -> tuple[str, ...]:
-        """Say what of a request will not be followed: the words that its prompts lose. The receipt holds it too."""
-        return cut_prompts(self._engines, request)
+        """Say what of a request will not be followed as meant: words that prompts lose. The receipt holds it too."""
+        return warnings_of(self._engines, request)
 
     def close(self) -> None:
         """Free the engines and buffers. Closing twice is fine."""

@@ -8,8 +8,8 @@ seed `seed + i`, so that two prompts with `count=2` are
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
 
 from PIL import Image
 

@@ -13,7 +13,7 @@ from PIL import Image
 from trtdiff.bundle import BundleManifest
 from trtdiff.errors import ProfileError, UsageError
 from trtdiff.images import open_image
-from trtdiff.masks import check_mask, open_mask
+from trtdiff.masks import check_aspect, open_mask
 from trtdiff.noise import check_seed
 from trtdiff.tokens import check_text
 from trtdiff.types import names
@@ -73,7 +73,7 @@ def masks(
         raise UsageError(f"{manifest.name} is of a family that does not inpaint", hint="leave the mask out")
     opened = _each(tuple(open_mask(source) for source in _listed(mask)), len(pictures), "masks")
     for one, picture in zip(opened, pictures, strict=True):
-        check_mask(one, picture)
+        check_aspect(one, picture)
     return opened
 
 

@@ -1,7 +1,7 @@
 """Prompts to token ids, as transformers' tokenizers pad and cut them, with the `tokenizers` library alone.
 
 A row is what `CLIPTokenizer(prompt, padding="max_length", truncation=True)` gives: begin token, the prompt, end token,
-padding up to the row's length. A longer prompt loses its last words; `cut` says which.
+padding up to the row's length; T5's rows have no begin token. A longer prompt loses its last words; `cut` says which.
 """
 
 from dataclasses import dataclass
@@ -26,6 +26,10 @@ class Tokenizer:
     """Ids in a row, special tokens included."""
     pad: int
     """Id that fills a row."""
+    begin: tuple[int, ...]
+    """Ids that every row begins with: one of CLIP's, none of T5's."""
+    end: tuple[int, ...]
+    """Ids that stand behind the prompt."""
     _uncut: "tokenizers.Tokenizer"
     _cut: "tokenizers.Tokenizer"
 
@@ -51,14 +55,36 @@ class Tokenizer:
         if pad is None:
             raise ArtefactError(f"{path.name} has no token {facts.pad!r} to pad with", where=str(path),
                                 hint="export the checkpoint again")  # fmt: skip
-        return cls(facts.limit, pad, uncut, cut)
+        around = _around(uncut)
+        if around is None:
+            raise ArtefactError(f"{path.name} has no token for the letter a", where=str(path),
+                                hint="export the checkpoint again")  # fmt: skip
+        if facts.limit <= sum(map(len, around)):
+            raise ArtefactError(f"rows of {facts.limit} ids leave no room for words", where=str(path),
+                                hint="export the checkpoint again")  # fmt: skip
+        return cls(facts.limit, pad, *around, uncut, cut)
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:  # [limit]
         """Give the row of ids of a prompt; of what is longer, the beginning."""
-        row = np.full(self.limit, self.pad, np.int64)
+        return self.encode_with_mask(text)[0]
+
+    def encode_with_mask(self, text: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:  # 2 x [limit]
+        """Give the row of ids, and 1 where it holds begin token, prompt and end token, 0 where it is only filled."""
+        row, mask = np.full(self.limit, self.pad, np.int64), np.zeros(self.limit, np.int64)
         ids = self._cut.encode(text).ids
-        row[: len(ids)] = ids
-        return row
+        row[: len(ids)], mask[: len(ids)] = ids, 1
+        return row, mask
+
+    def pieces(self, text: str) -> list[tuple[int, int, int]]:
+        """Give every id of a text, without begin and end, with where it starts and stops in the text.
+
+        Ids of one character (of an emoji, say) have the same place. Blanks in front of a word are not part of it.
+        """
+        whole = self._uncut.encode(text, add_special_tokens=False)
+        return [
+            (number, _behind_blanks(text, start, stop), stop)
+            for number, (start, stop) in zip(whole.ids, whole.offsets, strict=True)
+        ]
 
     def cut(self, text: str) -> str:
         """Give the words that a prompt loses, as they stand in it; empty where it fits. Half a word counts as lost."""
@@ -67,10 +93,26 @@ class Tokenizer:
             return ""
         kept = sum(1 for special in self._cut.encode(text).special_tokens_mask if not special)
         spans = [span for span, special in zip(whole.offsets, whole.special_tokens_mask, strict=True) if not special]
-        start = spans[kept][0]
+        start = _behind_blanks(text, *spans[kept])
         while start > 0 and not text[start - 1].isspace():
             start -= 1  # back to where the word begins
         return text[start:].strip()
+
+
+def _around(tokenizer: "tokenizers.Tokenizer") -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Give the ids that a tokenizer puts around a text, seen on a short one; None if nothing of that is left."""
+    row = tokenizer.encode("a")
+    inner = [place for place, special in enumerate(row.special_tokens_mask) if not special]
+    if not inner:
+        return None
+    return tuple(row.ids[: inner[0]]), tuple(row.ids[inner[-1] + 1 :])
+
+
+def _behind_blanks(text: str, start: int, stop: int) -> int:
+    """Move a start over blanks: T5's tokenizers count the blank in front of a word to it."""
+    while start < stop and text[start].isspace():
+        start += 1
+    return start
 
 
 def check_text(text: str, *, what: str) -> str:

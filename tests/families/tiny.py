@@ -266,7 +266,7 @@ def flux_schnell(folder: Path) -> Any:
 
 
 def _pixart(size: int) -> Callable[[Path], Any]:
-    def make(folder: Path) -> Any:  # noqa: ARG001
+    def make(folder: Path) -> Any:
         from diffusers import DPMSolverMultistepScheduler, PixArtAlphaPipeline, PixArtTransformer2DModel
 
         words = t5_tokenizer()

@@ -12,8 +12,8 @@ import numpy as np
 
 from trtdiff.checkpoint import Checkpoint
 from trtdiff.errors import CheckpointError, MissingDependency, UsageError
-from trtdiff.families import family_of_pipeline
 from trtdiff.export.layout import NOT_COMPILED, read_json
+from trtdiff.families import family_of_pipeline
 from trtdiff.families.base import ComponentSpec
 from trtdiff.types import Array
 
