@@ -108,19 +108,19 @@ class Pipeline:
 
         Picture i, counted prompt by prompt, has seed `seed + i`; None draws a seed. `guidance` of 1 or less leaves the
         negative prompt out, as diffusers does. `image` starts from a picture (or one a prompt), which is changed the
-        more the nearer `strength` is to 1; with a `mask`, only where that is white. `rescale` is the share of the guidance
-        rescale; `clip_skip` leaves out so many of CLIP's last layers for the prompts; `original_size`, `crop` (top, left)
-        and `target_size` are what SDXL is told of its picture; `true_guidance` weighs the negative prompt of models that
-        embed `guidance`. `batch` bounds how many are computed at once. `loop="host"` computes the sampler in numpy.
-        `finished` is given every picture as soon as its batch is done.
+        more the nearer `strength` is to 1; with a `mask`, only where that is white. `rescale` is the share of the
+        guidance rescale; `clip_skip` leaves out so many of CLIP's last layers for the prompts; `original_size`, `crop`
+        (top, left) and `target_size` are what SDXL is told of its picture; `true_guidance` weighs the negative prompt
+        of models that embed `guidance`. `batch` bounds how many are computed at once. `loop="host"` computes the
+        sampler in numpy. `finished` is given every picture as soon as its batch is done.
 
         Raises UsageError or ProfileError before anything runs, NonFiniteError where a network overflows.
         """
         request = make_request(
             self.manifest, prompts, negative=negative, steps=steps, guidance=guidance, true_guidance=true_guidance,
             rescale=rescale, clip_skip=clip_skip, seed=seed, count=count, height=height, width=width,
-            original_size=original_size, crop=crop, target_size=target_size, scheduler=scheduler, image=image, mask=mask,
-            strength=strength, batch=batch, loop=loop,
+            original_size=original_size, crop=crop, target_size=target_size, scheduler=scheduler, image=image,
+            mask=mask, strength=strength, batch=batch, loop=loop,
         )  # fmt: skip
         return self.run(request, progress=progress, finished=finished)
 

@@ -25,6 +25,7 @@ MOST_GUIDANCE = 1e6
 
 
 def texts(prompts: str | Sequence[str]) -> tuple[str, ...]:
+    """Give the prompts, of which there is one at least."""
     listed = (prompts,) if isinstance(prompts, str) else tuple(prompts)
     if not listed:
         raise UsageError("no prompt was given", hint='an empty prompt is written ""')
@@ -45,6 +46,7 @@ def negatives(negative: str | Sequence[str] | None, prompts: int) -> tuple[str |
 
 
 def sources(image: Source | Sequence[Source] | None, prompts: int, manifest: BundleManifest) -> tuple[Image.Image, ...]:
+    """Give one picture a prompt, where there are any."""
     if image is None:
         return ()
     if not {"image", "inpaint", "inpaint-channels"} & set(manifest.facts.modes):
@@ -65,7 +67,7 @@ def masks(
     if mask is None:
         if "inpaint-channels" in modes:
             raise UsageError(f"{manifest.name} only paints into pictures: it needs an image and a mask",
-                             hint="give both, or use the checkpoint of the family that makes pictures from text")  # fmt: skip
+                             hint="give both, or use a checkpoint that makes pictures from text")  # fmt: skip
         return ()
     if not pictures:
         raise UsageError("a mask says where to paint a picture anew, and no image was given", hint="give an image too")
@@ -122,6 +124,7 @@ def size(
 
 
 def batch(manifest: BundleManifest, batch: int | None) -> int:
+    """Give how many pictures are computed at once: as many as the engines take, unless fewer are asked for."""
     span = manifest.profile.dims.get("batch")
     if batch is None:
         return span.max if span else 1
@@ -131,6 +134,7 @@ def batch(manifest: BundleManifest, batch: int | None) -> int:
 
 
 def scheduler(manifest: BundleManifest, scheduler: str | None) -> str:
+    """Give the scheduler's name: the checkpoint's own, unless another of the bundle's is asked for."""
     if scheduler is None:
         return manifest.samplers[0]
     if scheduler not in manifest.samplers:
@@ -143,12 +147,14 @@ def scheduler(manifest: BundleManifest, scheduler: str | None) -> str:
 
 
 def seed(seed: int | None, pictures: int) -> int:
+    """Give the first picture's seed, drawn where None is asked for; the last one's must be a seed too."""
     first = secrets.randbits(32) if seed is None else check_seed(seed)
     check_seed(first + pictures - 1)
     return first
 
 
 def whole(name: str, value: Any, *, least: int) -> int:
+    """Check a whole number."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -213,6 +219,7 @@ def pair(name: str, value: Any) -> tuple[int, int]:
 
 
 def real(name: str, value: Any) -> float:
+    """Check a finite number."""
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -65,8 +65,9 @@ def clip_encoder(size: int, *, width: int = 32, layers: int = 3, projection: int
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     config = CLIPTextConfig(
-        vocab_size=size, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=2,
-        max_position_embeddings=TOKENS, bos_token_id=size - 2, eos_token_id=size - 1, pad_token_id=size - 1,
+        vocab_size=size, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+        num_attention_heads=2, max_position_embeddings=TOKENS, bos_token_id=size - 2, eos_token_id=size - 1,
+        pad_token_id=size - 1,
         projection_dim=projection or 32, hidden_act=act,
     )  # fmt: skip
     return (CLIPTextModelWithProjection if projection else CLIPTextModel)(config)
@@ -86,7 +87,7 @@ def t5_encoder(size: int, *, width: int = 32) -> Any:
             feed_forward_proj="gated-gelu",
             is_encoder_decoder=False,
             use_cache=False,
-        )  # fmt: skip
+        )
     )
 
 
@@ -221,7 +222,9 @@ def _sd3(folder: Path, *, t5: bool, **config: Any) -> Any:
     )  # fmt: skip
     return StableDiffusion3Pipeline(
         transformer=transformer, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=vae(channels=16, scaling_factor=1.5305, shift_factor=0.0609, use_quant_conv=False, use_post_quant_conv=False),
+        vae=vae(
+            channels=16, scaling_factor=1.5305, shift_factor=0.0609, use_quant_conv=False, use_post_quant_conv=False
+        ),
         text_encoder=clip_encoder(len(tokenizer), projection=32), tokenizer=tokenizer,
         text_encoder_2=clip_encoder(len(tokenizer), width=48, projection=40, act="gelu"),
         tokenizer_2=clip_tokenizer(folder.parent / f"{folder.name}-tokenizer_2", pad="!"),

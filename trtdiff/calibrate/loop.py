@@ -207,7 +207,7 @@ class Loop:
             yield "", np.float32(settings.guidance), own
 
     def _channels(self, picture: int) -> dict[str, Array]:
-        """Give what a denoiser that inpaints takes as channels: half a mask, and a latent of the variance that latents have."""
+        """Give what a denoiser that inpaints takes as channels: half a mask, and a latent of a picture's variance."""
         latent = self._manifest.facts.latent
         rows, columns = (side // latent.downscale for side in (self._settings.height, self._settings.width))
         mask = np.zeros((1, 1, rows, columns), np.float32)

@@ -154,8 +154,8 @@ def _translations() -> dict[Any, Any]:
         return op.Identity(x)
 
     def squeeze(x: Any, dim: int) -> Any:
-        """Leave a dimension that is not 1, as PyTorch does: a symbolic one never is, or the trace would have refused."""
-        return op.Squeeze(x, [dim]) if x.shape[dim] == 1 else op.Identity(x)
+        """Leave a dimension that is not 1, as PyTorch does: a symbolic one never is, the trace has made sure."""
+        return op.Squeeze(x, op.Constant(value_ints=[dim])) if x.shape[dim] == 1 else op.Identity(x)
 
     aten = torch.ops.aten
     return {aten.to.dtype: to_dtype, aten.dropout.default: dropout, aten.squeeze.dim: squeeze}

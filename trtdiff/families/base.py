@@ -28,8 +28,8 @@ Guidance: TypeAlias = Literal["branches", "embedded", "embedded, branches"]
 """How a model is guided: by a second branch with the negative prompt (classifier-free guidance), by an embedding of the
 scale that it was distilled with, or by both, each with a scale of its own."""
 Mode: TypeAlias = Literal["text", "image", "inpaint", "inpaint-channels"]
-"""How a picture may begin. `inpaint`: the sampler mixes the known picture in. `inpaint-channels`: the denoiser takes mask
-and masked picture as channels, and makes nothing without them."""
+"""How a picture may begin. `inpaint`: the sampler mixes the known picture in. `inpaint-channels`: the denoiser takes
+mask and masked picture as channels, and makes nothing without them."""
 _WORDS: Mapping[type, str] = {int: "a whole number", float: "a number other than 0", list: "a list"}
 
 
@@ -89,7 +89,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Framing:
-    """What a picture is said to be cut out of: SDXL's micro-conditions, each [height, width] or [top, left] in pixels."""
+    """What a picture is said to be cut out of: SDXL's micro-conditions, [height, width] or [top, left] in pixels."""
 
     original: tuple[int, int]
     crop: tuple[int, int]

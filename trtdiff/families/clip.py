@@ -1,7 +1,7 @@
 """CLIP text encoders, with and without projection: which layer a family reads, and what it pools.
 
-The graph takes `clip_skip`, the number of last layers that are left out, as an input: a request decides, not the export.
-All layers are computed whatever it is; a text encoder runs once a prompt.
+The graph takes `clip_skip`, the number of last layers that are left out, as an input: a request decides, not the
+export. All layers are computed whatever it is; a text encoder runs once a prompt.
 """
 
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from trtdiff.tokens import Tokenizer
 
 Reads: TypeAlias = Literal["last", "penultimate", "pooled"]
-"""`last`: the last layer, normalized (Stable Diffusion 1 and 2); `penultimate`: the one before it, as it is (SDXL, SD3);
-`pooled`: no layer, only the vector of the end token (FLUX)."""
+"""`last`: the last layer, normalized (Stable Diffusion 1 and 2); `penultimate`: the one before it, as it is (SDXL and
+SD3); `pooled`: no layer, only the vector of the end token (FLUX)."""
 
 END = "<|endoftext|>"
 

@@ -1,4 +1,4 @@
-"""PixArt-α: T5 with a mask, a transformer that learns the noise's variance too, and the VAE of Stable Diffusion."""
+"""PixArt-alpha: T5 with a mask, a transformer that learns the noise's variance too, and the VAE of Stable Diffusion."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -78,7 +78,9 @@ class PixArt(ModelFamily):
         transformer = ComponentSpec(
             name="denoiser",
             folder="transformer",
-            inputs=(TensorSpec("sample", "float32", dims), TensorSpec("timestep", "float32", ("batch",)), *facts.conditions),
+            inputs=(
+                TensorSpec("sample", "float32", dims), TensorSpec("timestep", "float32", ("batch",)), *facts.conditions
+            ),
             outputs=(TensorSpec("prediction", "float32", dims),),
             build=partial(_denoiser, sized=len(facts.conditions) > 2),
             prefix="transformer",

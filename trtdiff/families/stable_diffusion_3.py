@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5: two CLIP encoders and T5, which may be left out, a multimodal transformer, flow matching."""
+"""Stable Diffusion 3 and 3.5: two CLIP encoders, T5 where it is not left out, a transformer, flow matching."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any

@@ -118,7 +118,7 @@ class StableDiffusionXL(ModelFamily):
         return {"encoder_hidden_states": states, "text_embeds": pooled}
 
     def conditions(self, wish: Wish, facts: ModelFacts) -> dict[str, Array]:
-        """Give sizes and crop, or a refiner's aesthetic score in place of the target size; the negative branch first."""
+        """Give sizes and crop, with a refiner's aesthetic score in place of the target; the negative branch first."""
         sizes = {spec.name: spec.dims[-1] for spec in facts.conditions}
         framing = wish.framing
         if sizes["time_ids"] == WITH_SCORE:
@@ -134,7 +134,7 @@ class StableDiffusionXL(ModelFamily):
 
 
 def _encoders(configs: Mapping[str, Config]) -> tuple[str, ...]:
-    """A refiner has the second text encoder only."""
+    """Name the text encoders; a refiner has the second one only."""
     return ("text_encoder", "text_encoder_2") if "text_encoder" in configs else ("text_encoder_2",)
 
 
@@ -145,8 +145,8 @@ def _time_ids(configs: Mapping[str, Config], pooled: int) -> int:
     count, rest = divmod(whole - pooled, each)
     if rest or count not in {WITH_TARGET, WITH_SCORE}:
         raise CheckpointError(
-            f"the UNet's additional conditions have {whole} numbers: {pooled} are the pooled text's, and {whole - pooled} "
-            f"are not {WITH_TARGET} sizes (or {WITH_SCORE}, of a refiner) of {each} numbers each",
+            f"the UNet's additional conditions have {whole} numbers: {pooled} are the pooled text's, and "
+            f"{whole - pooled} are not {WITH_TARGET} sizes (or {WITH_SCORE}, of a refiner) of {each} numbers each",
             where="unet/config.json: projection_class_embeddings_input_dim; text_encoder_2/config.json: projection_dim",
             hint="use the text encoder that this UNet was trained with",
         )

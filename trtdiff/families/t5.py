@@ -1,7 +1,6 @@
 """The T5 encoder: the long-text encoder of SD3, FLUX and PixArt."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,7 +39,7 @@ def text_encoder(configs: Mapping[str, Config], folder: str, *, masked: bool = F
         folder=folder,
         inputs=(TensorSpec("input_ids", "int64", rows), *mask),
         outputs=(TensorSpec("encoder_hidden_states", "float32", (*rows, width)),),
-        build=partial(_text_encoder, masked=masked),
+        build=_text_encoder,
         prefix="text_encoder",
         keep_high=KEEP_HIGH,
         values={
@@ -56,7 +55,7 @@ def run_t5(texts: list[str], tokenizer: "Tokenizer", session: "Runs") -> Array: 
     return session.run({"input_ids": ids})["encoder_hidden_states"]
 
 
-def _text_encoder(config: Config, *, masked: bool) -> "torch.nn.Module":
+def _text_encoder(config: Config) -> "torch.nn.Module":
     import torch
     from transformers import T5Config, T5EncoderModel
 

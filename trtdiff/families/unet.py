@@ -29,14 +29,14 @@ UPCAST = "its config says upcast_attention: scores of this checkpoint are known 
 
 
 def inpaints(configs: Mapping[str, Config], latent: LatentFacts) -> bool:
-    """Whether the UNet takes mask and masked latent as channels. Raises CheckpointError for any other number of them."""
+    """Whether the UNet takes mask and masked latent as channels. Raises CheckpointError for any other number."""
     channels = field_of(configs, "unet", "in_channels", int)
     if channels not in {latent.channels, 2 * latent.channels + 1}:
         raise CheckpointError(
             f"the UNet takes {channels} channels, the VAE makes {latent.channels}",
             where="unet/config.json: in_channels",
-            hint=f"{latent.channels} are known, and {2 * latent.channels + 1} for inpainting; UNets with others (depth, "
-            "instructions, upscaling) are not supported by this version",
+            hint=f"{latent.channels} are known, and {2 * latent.channels + 1} for inpainting; UNets with others "
+            "(depth, instructions, upscaling) are not supported by this version",
         )
     return channels != latent.channels
 

@@ -141,7 +141,7 @@ def _latent(tape: Tape, dims: tuple[Dim, ...], form: Sum, mask: Mask) -> tuple[l
 def _rescaled(
     tape: Tape, guided: "ir.Value", branches: "ir.Value", share: "ir.Value", output: "ir.Value"
 ) -> "ir.Value":
-    """Give `guided` [B, …] the deviation of the last of `branches` [G, B, …], by a share [B]; a share of 0 changes no bit."""
+    """Give `guided` [B, …] the deviation of the last of `branches` [G, B, …], by a share [B]; 0 changes no bit."""
     rank = len(output.shape or ())
     axes = tape.ints(*range(1, rank))
     last = tape.op("Gather", branches, tape.constant(np.array(-1)), axis=0)
