@@ -14,6 +14,7 @@ from trtdiff.backends.blame import Noting
 from trtdiff.bundle import BUNDLE_FILE, Bundle, BundleManifest
 from trtdiff.errors import ArtefactError, MissingDependency, TrtdiffError, UsageError
 from trtdiff.families import family
+from trtdiff.families.base import PLAIN, TextOptions
 from trtdiff.loop import DenoisingLoop, check_finite
 from trtdiff.machine import usable_cores
 from trtdiff.receipt import EngineUse
@@ -121,16 +122,16 @@ class Engines:
         while self._sessions:
             self._sessions.popitem()[1].close()
 
-    def _encode(self, prompt: str | None, clip_skip: int = 0) -> dict[str, Array]:
+    def _encode(self, prompt: str | None, how: TextOptions = PLAIN) -> dict[str, Array]:
         """Give the conditions of one prompt by name, each without the batch dimension. `encode` remembers them.
 
-        None is a negative prompt that nobody gave; `clip_skip` leaves out so many of CLIP's last layers.
+        None is a negative prompt that nobody gave.
 
         Every prompt is encoded alone, so that its numbers do not depend on what it was asked together with.
         """
         noting = {name: Noting(session) for name, session in self._sessions.items()}
         texts = [prompt] * self.least_batch
-        encoded = self.family.encode(texts, self.manifest.facts, self.tokenizers, noting, clip_skip=clip_skip)
+        encoded = self.family.encode(texts, self.manifest.facts, self.tokenizers, noting, how)
 
         def blame() -> str:
             told = {name: session.first_non_finite() for name, session in noting.items()}

@@ -15,7 +15,8 @@ from PIL import Image
 from trtdiff import __version__
 from trtdiff.backends.blame import first_non_finite
 from trtdiff.engines import Engines
-from trtdiff.errors import NonFiniteError
+from trtdiff.errors import NonFiniteError, ProfileError, UsageError
+from trtdiff.families.base import TextOptions
 from trtdiff.images import pixel_digest, save_png, to_images
 from trtdiff.latent_log import ENTRY
 from trtdiff.loop import Finished, check_finite, run_on_host, slots_of
@@ -23,11 +24,15 @@ from trtdiff.machine import peak_memory, this_machine
 from trtdiff.masks import grey_warning
 from trtdiff.receipt import RECEIPT_SCHEMA, PictureFacts, Receipt, SchedulerUse, StageTime
 from trtdiff.request import Request, Shot
-from trtdiff.starts import Sources, Started
+from trtdiff.sampler import SamplerTable, start_of_fraction
+from trtdiff.starts import HalfDone, Sources, Started
 from trtdiff.types import Array
+from trtdiff.weighted import chunked
 
-Text: TypeAlias = tuple[str | None, int]
-"""A prompt, and how many of CLIP's last layers are skipped for it."""
+Text: TypeAlias = tuple[str | None, TextOptions]
+"""A prompt, and how it is read."""
+__all__ = ["Execution", "HalfDone", "Picture", "Progress", "warnings_of"]
+
 Progress: TypeAlias = Callable[[int, int], None]
 """Called after every execution of the denoiser: how many are done, how many there are."""
 
@@ -49,6 +54,10 @@ class Picture:
         save_png(self.image, Path(path), self.parameters)
 
 
+TRAINING_STEPS = 1000
+"""Of a scheduler whose config does not say."""
+
+
 class Execution:
     """The work of one request: its clock, its table, and what it has made so far."""
 
@@ -59,17 +68,21 @@ class Execution:
         progress: Progress | None = None,
         *,
         watcher: Callable[[Array], None] | None = None,
+        until: float | None = None,
+        half_done: HalfDone | None = None,
     ) -> None:
-        """`watcher` is given every call's latent [B, C, h, w], as a view that later calls overwrite."""
+        """`watcher` is given every call's latent [B, C, h, w], as a view that later calls overwrite.
+
+        `until` ends at that fraction of the way, for `half_done`; `half_done` begins where another one ended.
+        """
         self._engines, self._request = engines, request
         self._watcher = watcher
-        masked = request.masks and "inpaint" in engines.manifest.facts.modes
-        table = engines.book.masked_table if masked else engines.book.table
-        tokens = engines.manifest.facts.image_tokens(request.height, request.width)
-        self._table = table(request.scheduler, request.steps, request.start, tokens)
+        self._until, self._half_done = until, half_done
+        self._table = _table_of(engines, request, until, half_done)
         engine_slots = engines.manifest.window
         self._slots = engine_slots or 1 if request.loop == "host" else slots_of(engine_slots, self._table)
         self._guidance = np.array(request.weights, np.float32)
+        self._rows = _rows_of(engines, request) if request.weighted else 0
         self._seconds: dict[str, list[float]] = defaultdict(list)
         self._sources = Sources(engines, request, self._stage)
         shots = request.shots
@@ -88,6 +101,27 @@ class Execution:
         """Make the pictures, each given out as soon as its batch is done."""
         for batch in self._batches:
             yield from self._make(batch)
+
+    def half_done(self) -> HalfDone:
+        """Run every batch without decoding, and give the latents that were reached."""
+        assert self._until is not None, "made with a fraction to end at"  # noqa: S101
+        latents = []
+        for batch in self._batches:
+            shots = self._filled(batch)
+            start = self._sources.start(shots)
+            last = self._denoise(start, self._conditions(shots, start)).feeds
+            latents.append(np.einsum("kb,kbchw->bchw", last["coefficients"], last["window"])[: len(batch)])
+        engines = self._engines
+        by = {
+            "bundle": engines.manifest.name, "bundle_digest": engines.digest, "precision": engines.precision,
+            "scheduler": self._table.name, "steps": self._request.steps, "guidance": self._request.guidance,
+            "seconds": time.perf_counter() - self._began,
+        }  # fmt: skip
+        return HalfDone(np.concatenate(latents), self._until, by)
+
+    def _filled(self, batch: Sequence[Shot]) -> list[Shot]:
+        """Fill a batch that is smaller than the engines take; what is too much is cut off in the end."""
+        return [*batch, *[batch[-1]] * (self._engines.least_batch - len(batch))]
 
     def receipt(self, pictures: Sequence[Picture]) -> Receipt:
         """Write down what was done."""
@@ -118,7 +152,7 @@ class Execution:
                 residual=self._table.residual,
             ),
             guidance=request.guidance,
-            settings=self._unusual(),
+            settings={**self._unusual(), **self._begun()},
             strength=request.strength,
             height=request.height,
             width=request.width,
@@ -136,8 +170,8 @@ class Execution:
     # --- one batch
 
     def _make(self, batch: Sequence[Shot]) -> Iterator[Picture]:
-        shots = [*batch, *[batch[-1]] * (self._engines.least_batch - len(batch))]  # a small batch is filled, then cut
-        start = self._sources.start(shots)
+        shots = self._filled(batch)
+        start = self._sources.start(shots, self._half_done)
         conditions = self._conditions(shots, start)
         finished = self._denoise(start, conditions)
         with self._stage("vae_decoder"):
@@ -173,9 +207,10 @@ class Execution:
 
     def _conditions(self, shots: Sequence[Shot], start: Started) -> dict[str, Array]:  # each [G, B, …]
         """Encode every distinct prompt once; the negative prompt is branch 0, for which no layer is skipped."""
-        rows: list[list[Text]] = [[(shot.prompt, self._request.clip_skip) for shot in shots]]
+        skipping = TextOptions(self._request.clip_skip, self._rows)
+        rows: list[list[Text]] = [[(shot.prompt, skipping) for shot in shots]]
         if self._request.branches == 2:
-            rows.insert(0, [(shot.negative, 0) for shot in shots])
+            rows.insert(0, [(shot.negative, TextOptions(rows=self._rows)) for shot in shots])
         encoded = {text: self._encode(*text) for text in dict.fromkeys(text for row in rows for text in row)}
         facts, batch = self._engines.manifest.facts, len(shots)
         found = {
@@ -188,9 +223,9 @@ class Execution:
             found[name] = np.repeat(images[None], len(rows), axis=0)
         return {spec.name: found[spec.name] for spec in facts.conditions}
 
-    def _encode(self, text: str | None, clip_skip: int) -> dict[str, Array]:
+    def _encode(self, text: str | None, how: TextOptions) -> dict[str, Array]:
         before, known = time.perf_counter(), self._engines.encode.cache_info().misses
-        encoded = self._engines.encode(text, clip_skip)
+        encoded = self._engines.encode(text, how)
         if self._engines.encode.cache_info().misses > known:  # a remembered prompt is no measurement
             self._seconds["text_encoder"].append(time.perf_counter() - before)
         return encoded
@@ -220,7 +255,7 @@ class Execution:
         """Say where the first value was lost: run the same batch again, looking at every prediction."""
         feeds = {name: array.copy() for name, array in feeds.items()}  # the loop writes into them again
         if self._request.loop == "device":
-            self._denoise(self._sources.start(shots), conditions, watch=True)
+            self._denoise(self._sources.start(shots, self._half_done), conditions, watch=True)
         check_finite(decoded["latent"], "the last latent")
         decoder = self._engines.session("vae_decoder")
         check_finite(decoded["image"], "the VAE decoder's picture", lambda: first_non_finite(decoder, feeds))
@@ -242,6 +277,7 @@ class Execution:
             "source": facts.source,
             "mask": facts.mask,
             **self._unusual(),
+            **self._begun(),
             "bundle": manifest.name,
             "bundle_digest": self._engines.digest,
             "checkpoint": manifest.checkpoint.name,
@@ -249,6 +285,11 @@ class Execution:
             "backend": self._engines.toolchain.backend,
             "version": f"trtdiff {__version__}",
         }
+
+    def _begun(self) -> dict[str, Any]:
+        """Say who began what was finished here."""
+        begun = self._half_done
+        return {} if begun is None else {"begun": {**begun.by, "at": begun.at}}
 
     def _unusual(self) -> dict[str, Any]:
         """Give what is not as it is where nobody asks for it."""
@@ -258,6 +299,7 @@ class Execution:
             "true_guidance": (request.branch_guidance, request.guidance if request.branches == 2 else 1.0),
             "rescale": (request.rescale, 0.0),
             "clip_skip": (request.clip_skip, 0),
+            "weighted": (request.weighted, False),
             "original_size": (framing.original, size),
             "crop": (framing.crop, (0, 0)),
             "target_size": (framing.target, size),
@@ -270,13 +312,52 @@ class Execution:
         }
 
 
+def _table_of(engines: Engines, request: Request, until: float | None, half_done: HalfDone | None) -> SamplerTable:
+    """Give the table of a request, or the part of it that is run here."""
+    masked = request.masks and "inpaint" in engines.manifest.facts.modes
+    table = engines.book.masked_table if masked else engines.book.table
+    tokens = engines.manifest.facts.image_tokens(request.height, request.width)
+    own = table(request.scheduler, request.steps, request.start, tokens)
+    if until is None and half_done is None:
+        return own
+    config = engines.book.samplers[request.scheduler].config["config"]
+    training = int(config.get("num_train_timesteps", TRAINING_STEPS))
+    if half_done is None:
+        return own.until(until or 0.0, training)
+    latent = engines.manifest.facts.latent
+    wanted = (latent.channels, request.height // latent.downscale, request.width // latent.downscale)
+    if half_done.latents.shape != (request.pictures, *wanted) or request.sources:
+        raise UsageError(
+            f"what is to be finished are latents of shape {half_done.latents.shape}, asked were "
+            f"{(request.pictures, *wanted)}",
+            hint="finish with the same prompts, count, height and width, and without an image",
+        )
+    start = start_of_fraction(own, half_done.at, training)
+    return table(request.scheduler, request.steps, start, tokens).taken_over()
+
+
+def _rows_of(engines: Engines, request: Request) -> int:
+    """Give the rows that the longest prompt needs, and refuse more than the engines take."""
+    texts = [*request.prompts, *(request.negatives if request.branches == 2 else ())]
+    tokenizers = engines.tokenizers.values()
+    rows = max(len(chunked(text or "", tokenizer).ids) for text in texts for tokenizer in tokenizers)
+    limit = max(tokenizer.limit for tokenizer in tokenizers)
+    span = engines.manifest.profile.dims["context"]
+    if rows * limit not in span:
+        raise ProfileError(
+            f"the longest prompt has {rows} rows of {limit} tokens, the engines take {span} tokens", where="--weighted",
+            hint=f"build with --profile context={limit}:{limit}:{rows * limit}, or shorten the prompt"
+        )  # fmt: skip
+    return rows
+
+
 def warnings_of(engines: Engines, request: Request) -> tuple[str, ...]:
     """Say which words of which prompts do not fit into the text encoder, and which masks are none."""
     texts = [("the prompt", text) for text in request.prompts]
     if request.branches == 2:
         texts += [("the negative prompt", text) for text in request.negatives if text]
     found: dict[str, None] = {}
-    for what, text in texts:
+    for what, text in () if request.weighted else texts:
         for tokenizer in engines.tokenizers.values():
             if cut := _short(tokenizer.cut(text)):
                 found[f"{what} {text[:40]!r}… is longer than {tokenizer.limit} tokens; these words were cut: {cut}"] = (

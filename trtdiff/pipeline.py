@@ -20,12 +20,12 @@ from PIL import Image
 from trtdiff.bundle import BundleManifest
 from trtdiff.engines import Engines
 from trtdiff.errors import UsageError
-from trtdiff.execution import Execution, Picture, Progress, warnings_of
+from trtdiff.execution import Execution, HalfDone, Picture, Progress, warnings_of
 from trtdiff.receipt import Receipt
 from trtdiff.request import LoopKind, Request, Source, make_request
 from trtdiff.types import Array
 
-__all__ = ["Picture", "Pipeline", "Result", "load"]
+__all__ = ["HalfDone", "Picture", "Pipeline", "Result", "load"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class Pipeline:
         true_guidance: float | None = None,
         rescale: float = 0.0,
         clip_skip: int = 0,
+        weighted: bool = False,
         seed: int | None = 0,
         count: int = 1,
         height: int | None = None,
@@ -109,16 +110,17 @@ class Pipeline:
         Picture i, counted prompt by prompt, has seed `seed + i`; None draws a seed. `guidance` of 1 or less leaves the
         negative prompt out, as diffusers does. `image` starts from a picture (or one a prompt), which is changed the
         more the nearer `strength` is to 1; with a `mask`, only where that is white. `rescale` is the share of the
-        guidance rescale; `clip_skip` leaves out so many of CLIP's last layers for the prompts; `original_size`, `crop`
-        (top, left) and `target_size` are what SDXL is told of its picture; `true_guidance` weighs the negative prompt
-        of models that embed `guidance`. `batch` bounds how many are computed at once. `loop="host"` computes the
-        sampler in numpy. `finished` is given every picture as soon as its batch is done.
+        guidance rescale; `true_guidance` weighs the negative prompt of models that embed `guidance`. `clip_skip` leaves
+        out so many of CLIP's last layers for the prompts; `weighted` reads `(word:1.3)` and BREAK in prompts, and gives
+        long ones as many rows as they need. `original_size`, `crop` (top, left) and `target_size` are what SDXL is told
+        of its picture. `batch` bounds how many are computed at once. `loop="host"` computes the sampler in numpy.
+        `finished` is given every picture as soon as its batch is done.
 
         Raises UsageError or ProfileError before anything runs, NonFiniteError where a network overflows.
         """
         request = make_request(
             self.manifest, prompts, negative=negative, steps=steps, guidance=guidance, true_guidance=true_guidance,
-            rescale=rescale, clip_skip=clip_skip, seed=seed, count=count, height=height, width=width,
+            rescale=rescale, clip_skip=clip_skip, weighted=weighted, seed=seed, count=count, height=height, width=width,
             original_size=original_size, crop=crop, target_size=target_size, scheduler=scheduler, image=image,
             mask=mask, strength=strength, batch=batch, loop=loop,
         )  # fmt: skip
@@ -128,20 +130,32 @@ class Pipeline:
         self,
         request: Request,
         *,
+        half_done: HalfDone | None = None,
         progress: Progress | None = None,
         finished: Callable[[Picture], None] | None = None,
     ) -> Result:
-        """Run what `make_request` made for this bundle."""
+        """Run what `make_request` made for this bundle; `half_done` is what another model left to finish."""
         with self._lock:
-            if self._closed:
-                raise UsageError("the pipeline is closed", hint="load the bundle again")
-            execution = Execution(self._engines, request, progress)
+            execution = Execution(self._open(), request, progress, half_done=half_done)
             pictures = []
             for picture in execution.pictures():
                 pictures.append(picture)
                 if finished is not None:
                     finished(picture)
             return Result(tuple(pictures), execution.receipt(pictures))
+
+    def begin(self, request: Request, at: float, *, progress: Progress | None = None) -> HalfDone:
+        """Run the first part of the way, up to the fraction `at`, and give latents that another model goes on with.
+
+        As `denoising_end` of diffusers' SDXL pipelines. Pass what it gives to the refiner's `run`.
+        """
+        with self._lock:
+            return Execution(self._open(), request, progress, until=at).half_done()
+
+    def _open(self) -> Engines:
+        if self._closed:
+            raise UsageError("the pipeline is closed", hint="load the bundle again")
+        return self._engines
 
     def warnings(self, request: Request) -> tuple[str, ...]:
         """Say what of a request will not be followed as meant: words that prompts lose. The receipt holds it too."""

@@ -63,6 +63,8 @@ class Request:
     rescale: float
     """Share of the guidance rescale, 0 to 1."""
     clip_skip: int
+    weighted: bool
+    """Whether weights and BREAK in prompts mean something, and long ones get more rows."""
     scheduler: str
     height: int
     width: int
@@ -125,6 +127,7 @@ def make_request(
     true_guidance: float | None = None,
     rescale: float = 0.0,
     clip_skip: int = 0,
+    weighted: bool = False,
     seed: int | None = 0,
     count: int = 1,
     height: int | None = None,
@@ -165,6 +168,7 @@ def make_request(
         branch_guidance=branch_scale,
         rescale=check.fraction("rescale", rescale),
         clip_skip=check.skipped(manifest, clip_skip),
+        weighted=check.weighted(manifest, weighted),
         scheduler=check.scheduler(manifest, scheduler),
         height=rows,
         width=columns,

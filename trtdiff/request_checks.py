@@ -202,6 +202,14 @@ def skipped(manifest: BundleManifest, clip_skip: int) -> int:
     return asked
 
 
+def weighted(manifest: BundleManifest, asked: bool) -> bool:  # noqa: FBT001
+    """Check that weights in prompts can be followed."""
+    if asked and not manifest.facts.weighted:
+        raise UsageError(f"prompts of {manifest.family} cannot be weighted or longer than a row",
+                         hint="leave weighted out")  # fmt: skip
+    return bool(asked)
+
+
 def fraction(name: str, value: float) -> float:
     """Check a number from 0 to 1."""
     number = real(name, value)

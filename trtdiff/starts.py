@@ -8,6 +8,7 @@ never sees.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -35,6 +36,17 @@ class Started:
     """Mask [B, 1, h, w] and masked latent [B, C, h, w], for denoisers that take them as channels."""
 
 
+@dataclass(frozen=True)
+class HalfDone:
+    """Pictures that one model has begun and another one finishes."""
+
+    latents: Array  # [N, C, h, w] float32, with noise in them
+    at: float
+    """Fraction of the way that is done."""
+    by: Mapping[str, Any]
+    """Who began them: bundle, scheduler, steps, guidance and seconds, for the receipt."""
+
+
 class Sources:
     """Encodes a request's pictures, each once, and draws noises."""
 
@@ -49,8 +61,11 @@ class Sources:
         self._shape = (1, latent.channels, self._rows, self._columns)
         self._known: dict[tuple[int, int], Posterior] = {}
 
-    def start(self, shots: Sequence[Shot]) -> Started:
-        """Draw what a batch begins with."""
+    def start(self, shots: Sequence[Shot], half_done: HalfDone | None = None) -> Started:
+        """Draw what a batch begins with; what another model began needs no draw."""
+        if half_done is not None:
+            latents = half_done.latents[[shot.index for shot in shots]]
+            return Started(Start(np.zeros_like(latents), latents, [TorchStream(shot.seed) for shot in shots]))
         streams = [TorchStream(shot.seed) for shot in shots]
         needs_clean = self._request.start is not None or not self._by_channels
         posteriors = [self._encoded(shot) if needs_clean else None for shot in shots]

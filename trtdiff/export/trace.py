@@ -155,7 +155,8 @@ def _translations() -> dict[Any, Any]:
 
     def squeeze(x: Any, dim: int) -> Any:
         """Leave a dimension that is not 1, as PyTorch does: a symbolic one never is, the trace has made sure."""
-        return op.Squeeze(x, op.Constant(value_ints=[dim])) if x.shape[dim] == 1 else op.Identity(x)
+        axes: Any = op.Constant(value_ints=[dim])
+        return op.Squeeze(x, axes) if x.shape[dim] == 1 else op.Identity(x)
 
     aten = torch.ops.aten
     return {aten.to.dtype: to_dtype, aten.dropout.default: dropout, aten.squeeze.dim: squeeze}

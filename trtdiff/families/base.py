@@ -79,6 +79,10 @@ class ModelFacts:
     matching fewer."""
     clip_layers: int = 0
     """Layers of a CLIP text encoder of which the last may be skipped; 0: none may."""
+    weighted: bool = False
+    """Whether prompts may have weights, and more rows than one."""
+    largest: int = 0
+    """Most pixels of a side, where positions end somewhere; 0: no end."""
     own: Mapping[str, Any] = field(default_factory=dict)
     """What only the family itself reads."""
 
@@ -108,6 +112,20 @@ class Wish:
     """The scale, for models that embed it."""
     branches: int
     framing: Framing
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How prompts are read."""
+
+    clip_skip: int = 0
+    """Last layers of CLIP that are left out."""
+    rows: int = 0
+    """0: a prompt is one row, and what does not fit is cut. Else weights and BREAK mean something, and a prompt has so
+    many rows (see `trtdiff.weighted`); only families that say `weighted` in their facts know how."""
+
+
+PLAIN = TextOptions()
 
 
 @dataclass(frozen=True)
@@ -208,7 +226,7 @@ class ModelFamily(ABC):
         step, latent = facts.sizes_multiple_of, facts.latent
 
         def span(native: int) -> DimRange:
-            return DimRange(max(step, native // 2 // step * step), native, 2 * native)
+            return DimRange(max(step, native // 2 // step * step), native, min(2 * native, facts.largest or 2 * native))
 
         branches = {
             "branches": DimRange(1, 2, 2),
@@ -260,12 +278,11 @@ class ModelFamily(ABC):
         facts: ModelFacts,
         tokenizers: Mapping[str, "Tokenizer"],
         sessions: Mapping[str, "Runs"],
-        *,
-        clip_skip: int = 0,
+        how: TextOptions = PLAIN,
     ) -> dict[str, Array]:
         """Turn prompts into the denoiser's conditions, by name, each [len(texts), …] float32.
 
-        None stands for a negative prompt that nobody gave. `clip_skip` leaves out so many of CLIP's last layers.
+        None stands for a negative prompt that nobody gave.
         """
 
     def conditions(self, wish: Wish, facts: ModelFacts) -> dict[str, Array]:  # noqa: ARG002 - other families need them

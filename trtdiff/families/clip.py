@@ -4,14 +4,15 @@ The graph takes `clip_skip`, the number of last layers that are left out, as an 
 export. All layers are computed whatever it is; a text encoder runs once a prompt.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from trtdiff.families.base import ComponentSpec, Config, Integers, TokenFacts, field_of
+from trtdiff.families.base import ComponentSpec, Config, Integers, TextOptions, TokenFacts, field_of
 from trtdiff.types import Array, TensorSpec
+from trtdiff.weighted import apply_weights, chunked, padded
 
 if TYPE_CHECKING:
     import torch
@@ -63,13 +64,25 @@ def text_encoder(configs: Mapping[str, Config], folder: str, *, reads: Reads, pr
 
 
 def run_clip(
-    texts: list[str], tokenizer: "Tokenizer", session: "Runs", *, clip_skip: int | None = None
+    texts: Sequence[str], tokenizer: "Tokenizer", session: "Runs", *, how: TextOptions | None = None
 ) -> Mapping[str, Array]:
-    """Encode texts; `clip_skip` is None where the encoder is read for its pooled output alone."""
-    feeds = {"input_ids": np.stack([tokenizer.encode(text) for text in texts])}  # [B, tokens] int64
-    if clip_skip is not None:
-        feeds["clip_skip"] = np.array([clip_skip])
-    return session.run(feeds)
+    """Encode texts; `how` is None where the encoder is read for its pooled output alone.
+
+    With `how.rows`, weights hold, and states are [B, rows · tokens, width]; the pooled output is the first row's.
+    """
+    if how is None or not how.rows:
+        return _run(np.stack([tokenizer.encode(text) for text in texts]), session, how)
+    chunks = [padded(chunked(text, tokenizer), how.rows) for text in texts]
+    made = [_run(np.stack([one.ids[row] for one in chunks]), session, how) for row in range(how.rows)]
+    states = np.stack([row["encoder_hidden_states"] for row in made], axis=1)  # [B, rows, tokens, width]
+    weighed = [apply_weights(rows, one.weights) for rows, one in zip(states, chunks, strict=True)]
+    return {**made[0], "encoder_hidden_states": np.stack(weighed)}
+
+
+def _run(ids: Array, session: "Runs", how: TextOptions | None) -> Mapping[str, Array]:  # ids [B, tokens] int64
+    return session.run(
+        {"input_ids": ids} if how is None else {"input_ids": ids, "clip_skip": np.array([how.clip_skip])}
+    )
 
 
 def _text_encoder(config: Config, *, reads: Reads, projected: bool) -> "torch.nn.Module":

@@ -12,7 +12,18 @@ import numpy as np
 from trtdiff.errors import CheckpointError
 from trtdiff.families import clip, t5
 from trtdiff.families.autoencoder import latent_dims, latent_facts, vae_components
-from trtdiff.families.base import TIMESTEPS, ComponentSpec, Config, ModelFacts, ModelFamily, Uniform, Wish, field_of
+from trtdiff.families.base import (
+    PLAIN,
+    TIMESTEPS,
+    ComponentSpec,
+    Config,
+    ModelFacts,
+    ModelFamily,
+    TextOptions,
+    Uniform,
+    Wish,
+    field_of,
+)
 from trtdiff.types import Array, TensorSpec
 
 if TYPE_CHECKING:
@@ -132,8 +143,7 @@ class Flux(ModelFamily):
         facts: ModelFacts,  # noqa: ARG002 - other families need them
         tokenizers: Mapping[str, "Tokenizer"],
         sessions: Mapping[str, "Runs"],
-        *,
-        clip_skip: int = 0,  # noqa: ARG002 - only the pooled text of CLIP is read
+        how: TextOptions = PLAIN,  # noqa: ARG002 - no layer can be skipped
     ) -> dict[str, Array]:
         """Give T5's words and CLIP's pooled text."""
         given = [text or "" for text in texts]

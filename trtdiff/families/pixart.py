@@ -10,12 +10,14 @@ from trtdiff.errors import CheckpointError
 from trtdiff.families import t5
 from trtdiff.families.autoencoder import latent_dims, latent_facts, vae_components
 from trtdiff.families.base import (
+    PLAIN,
     TIMESTEPS,
     ComponentSpec,
     Config,
     Integers,
     ModelFacts,
     ModelFamily,
+    TextOptions,
     Uniform,
     Wish,
     field_of,
@@ -108,8 +110,7 @@ class PixArt(ModelFamily):
         facts: ModelFacts,  # noqa: ARG002 - other families need them
         tokenizers: Mapping[str, "Tokenizer"],
         sessions: Mapping[str, "Runs"],
-        *,
-        clip_skip: int = 0,  # noqa: ARG002 - there is no CLIP
+        how: TextOptions = PLAIN,  # noqa: ARG002 - no layer can be skipped
     ) -> dict[str, Array]:
         """Give T5's words and which of them are padding."""
         pairs = [tokenizers["tokenizer"].encode_with_mask((text or "").lower().strip()) for text in texts]

@@ -7,7 +7,7 @@ import numpy as np
 
 from trtdiff.errors import CheckpointError
 from trtdiff.families.autoencoder import latent_facts, vae_components
-from trtdiff.families.base import ComponentSpec, Config, ModelFacts, ModelFamily, Wish, field_of
+from trtdiff.families.base import PLAIN, ComponentSpec, Config, ModelFacts, ModelFamily, TextOptions, Wish, field_of
 from trtdiff.families.clip import run_clip, text_encoder, token_facts
 from trtdiff.families.unet import condition_specs, denoiser, embedded_guidance, modes_of
 from trtdiff.types import Array
@@ -50,6 +50,7 @@ class StableDiffusion(ModelFamily):
             lengths={"tokens": tokens.limit, "context": tokens.limit},
             guided_by="embedded" if embedded else "branches",
             modes=modes_of(configs, latent),
+            weighted=True,
             clip_layers=field_of(configs, "text_encoder", "num_hidden_layers", int, 12),
         )
 
@@ -68,12 +69,11 @@ class StableDiffusion(ModelFamily):
         facts: ModelFacts,  # noqa: ARG002 - other families need them
         tokenizers: Mapping[str, "Tokenizer"],
         sessions: Mapping[str, "Runs"],
-        *,
-        clip_skip: int = 0,
+        how: TextOptions = PLAIN,
     ) -> dict[str, Array]:
         """Run the text encoder over padded token ids; its last layer, or one before it, is the condition."""
         made = run_clip([text or "" for text in texts], tokenizers["tokenizer"], sessions["text_encoder"],
-                        clip_skip=clip_skip)  # fmt: skip
+                        how=how)  # fmt: skip
         return {"encoder_hidden_states": made["encoder_hidden_states"]}
 
     def conditions(self, wish: Wish, facts: ModelFacts) -> dict[str, Array]:

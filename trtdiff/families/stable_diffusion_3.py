@@ -8,7 +8,16 @@ import numpy as np
 from trtdiff.errors import CheckpointError
 from trtdiff.families import clip, t5
 from trtdiff.families.autoencoder import latent_dims, latent_facts, vae_components
-from trtdiff.families.base import TIMESTEPS, ComponentSpec, Config, ModelFacts, ModelFamily, field_of
+from trtdiff.families.base import (
+    PLAIN,
+    TIMESTEPS,
+    ComponentSpec,
+    Config,
+    ModelFacts,
+    ModelFamily,
+    TextOptions,
+    field_of,
+)
 from trtdiff.types import Array, TensorSpec
 
 if TYPE_CHECKING:
@@ -53,6 +62,7 @@ class StableDiffusion3(ModelFamily):
                 hint="use the text encoders that this transformer was trained with",
             )
         _same_channels(configs, latent.channels)
+        patch = field_of(configs, "transformer", "patch_size", int, 2)
         tokens = {tokenizer: clip.token_facts(configs, tokenizer, encoder) for encoder, tokenizer in CLIPS.items()}
         limit = min(facts.limit for facts in tokens.values())
         if has_t5:
@@ -65,9 +75,10 @@ class StableDiffusion3(ModelFamily):
             ),
             tokens=tokens,
             guidance=7.0,
-            sizes_multiple_of=latent.downscale * field_of(configs, "transformer", "patch_size", int, 2),
+            sizes_multiple_of=latent.downscale * patch,
             lengths={"tokens": limit, **({t5.TOKENS: T5_TOKENS} if has_t5 else {}), "context": limit + T5_TOKENS},
             skips="fewer",
+            largest=field_of(configs, "transformer", "pos_embed_max_size", int, 96) * patch * latent.downscale,
             clip_layers=min(field_of(configs, encoder, "num_hidden_layers", int, 12) for encoder in CLIPS) - 1,
             own={"width": width},
         )
@@ -122,13 +133,12 @@ class StableDiffusion3(ModelFamily):
         facts: ModelFacts,
         tokenizers: Mapping[str, "Tokenizer"],
         sessions: Mapping[str, "Runs"],
-        *,
-        clip_skip: int = 0,
+        how: TextOptions = PLAIN,
     ) -> dict[str, Array]:
         """Lay CLIP's penultimate layers side by side, padded to T5's width, and T5's rows below them."""
         given = [text or "" for text in texts]
         made = [
-            clip.run_clip(given, tokenizers[tokenizer], sessions[encoder], clip_skip=clip_skip)
+            clip.run_clip(given, tokenizers[tokenizer], sessions[encoder], how=how)
             for encoder, tokenizer in CLIPS.items()
         ]
         states = np.concatenate([one["encoder_hidden_states"] for one in made], axis=-1)  # [B, 77, clips]

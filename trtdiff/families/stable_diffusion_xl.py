@@ -7,7 +7,7 @@ import numpy as np
 
 from trtdiff.errors import CheckpointError
 from trtdiff.families.autoencoder import latent_facts, vae_components
-from trtdiff.families.base import ComponentSpec, Config, ModelFacts, ModelFamily, Wish, field_of
+from trtdiff.families.base import PLAIN, ComponentSpec, Config, ModelFacts, ModelFamily, TextOptions, Wish, field_of
 from trtdiff.families.clip import run_clip, text_encoder, token_facts
 from trtdiff.families.unet import condition_specs, denoiser, embedded_guidance, modes_of
 from trtdiff.types import Array, TensorSpec
@@ -68,6 +68,7 @@ class StableDiffusionXL(ModelFamily):
             lengths={"tokens": limit, "context": limit},
             guided_by="embedded" if embedded else "branches",
             modes=modes_of(configs, latent),
+            weighted=True,
             clip_layers=min(field_of(configs, encoder, "num_hidden_layers", int, 12) for encoder in encoders) - 1,
             own={"zeros": bool(configs["model_index"].get("force_zeros_for_empty_prompt", True))},
         )
@@ -97,8 +98,7 @@ class StableDiffusionXL(ModelFamily):
         facts: ModelFacts,
         tokenizers: Mapping[str, "Tokenizer"],
         sessions: Mapping[str, "Runs"],
-        *,
-        clip_skip: int = 0,
+        how: TextOptions = PLAIN,
     ) -> dict[str, Array]:
         """Lay the encoders' penultimate layers side by side; the pooled output is the second encoder's.
 
@@ -106,7 +106,7 @@ class StableDiffusionXL(ModelFamily):
         """
         given = [text or "" for text in texts]
         made = [
-            run_clip(given, tokenizers[tokenizer], sessions[encoder], clip_skip=clip_skip)
+            run_clip(given, tokenizers[tokenizer], sessions[encoder], how=how)
             for encoder, tokenizer in TOKENIZERS.items()
             if tokenizer in facts.tokens
         ]
