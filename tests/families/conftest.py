@@ -13,7 +13,7 @@ SCHEDULERS = {
     "sdxl": ("euler", "dpmpp_2m"),
     "sdxl-refiner": ("euler", "dpmpp_2m"),
 }
-PROFILES = {"turbo": "branches=1"}
+PROFILES = {"turbo": "branches=1", "sdxl": "context=16:16:48"}
 
 
 def _tiny():

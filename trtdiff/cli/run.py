@@ -3,10 +3,10 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +14,8 @@ from trtdiff.cli.options import HELP, json_option, note
 
 if TYPE_CHECKING:
     from trtdiff.execution import Progress
+    from trtdiff.pipeline import Pipeline
+    from trtdiff.request import Request
 
 PATH = click.Path(path_type=Path)
 
@@ -27,16 +29,33 @@ PATH = click.Path(path_type=Path)
 @click.option("--steps", type=int, default=20, show_default=True, help="Denoising steps.")
 @click.option("--guidance", type=float, metavar="SCALE",
               help="How strictly to follow the prompt; 1 or less: off.  [default: the checkpoint's]")  # fmt: skip
+@click.option("--true-guidance", type=float, metavar="SCALE",
+              help="Weight of the negative prompt where guidance is embedded (FLUX dev).  [default: off]")  # fmt: skip
+@click.option("--rescale", type=float, default=0.0, show_default=True, metavar="SHARE",
+              help="Share of the guidance rescale, 0 to 1, against pictures that are too bright.")  # fmt: skip
+@click.option("--clip-skip", type=int, default=0, show_default=True, metavar="LAYERS",
+              help="Last layers of CLIP to leave out for the prompts.")  # fmt: skip
+@click.option("--weighted", is_flag=True,
+              help="Read (word:1.3), [word] and BREAK in prompts; long ones get more rows of tokens.")  # fmt: skip
 @click.option("--seed", metavar="NUMBER|random", default="0", show_default=True,
               help="Of the first picture; every further one has the next.")  # fmt: skip
 @click.option("--count", type=int, default=1, show_default=True, help="Pictures of every prompt.")
 @click.option("--height", type=int, metavar="PIXELS", help="[default: the checkpoint's, or the image's]")
 @click.option("--width", type=int, metavar="PIXELS", help="[default: the checkpoint's, or the image's]")
+@click.option("--original-size", type=(int, int), metavar="HEIGHT WIDTH", help="What SDXL is told its picture had.")
+@click.option("--crop", type=(int, int), default=(0, 0), metavar="TOP LEFT", help="Where SDXL is told it was cut out.")
+@click.option("--target-size", type=(int, int), metavar="HEIGHT WIDTH", help="What SDXL is told it is to have.")
 @click.option("--scheduler", metavar="NAME", help="[default: the checkpoint's]")
 @click.option(
     "--image", type=PATH, multiple=True, help="Start from this picture; one for all prompts, or one for each."
 )
-@click.option("--strength", type=float, help="How much of the picture to change, 0 to 1.  [default: 0.8]")
+@click.option("--mask", type=PATH, multiple=True,
+              help="Paint anew only where this is white; one for all pictures, or one for each.")  # fmt: skip
+@click.option("--strength", type=float,
+              help="How much of the picture to change, 0 to 1.  [default: 0.8; with a mask 1]")  # fmt: skip
+@click.option("--refiner", type=PATH, metavar="BUNDLE", help="Let this bundle finish the pictures (SDXL's refiner).")
+@click.option("--refine-at", type=float, default=0.8, show_default=True, metavar="FRACTION",
+              help="When the refiner takes over: the part of the way that is done by then.")  # fmt: skip
 @click.option("--grid", is_flag=True, help="Write a contact sheet too: OUTPUT itself, beside the numbered pictures.")
 @click.option("--batch", type=int, help="Pictures computed at once, at most.  [default: as many as the engines take]")
 @click.option("--backend", metavar="NAME", help="[default: the best of the bundle's that runs here]")
@@ -50,13 +69,23 @@ def run(
     negative: tuple[str, ...],
     steps: int,
     guidance: float | None,
+    true_guidance: float | None,
+    rescale: float,
+    clip_skip: int,
+    weighted: bool,
     seed: str,
     count: int,
     height: int | None,
     width: int | None,
+    original_size: tuple[int, int] | None,
+    crop: tuple[int, int],
+    target_size: tuple[int, int] | None,
     scheduler: str | None,
     image: tuple[Path, ...],
+    mask: tuple[Path, ...],
     strength: float | None,
+    refiner: Path | None,
+    refine_at: float,
     grid: bool,
     batch: int | None,
     backend: str | None,
@@ -70,6 +99,7 @@ def run(
     trtdiff run engines/digits "a handwritten seven" --steps 20 --guidance 4 --seed 7 --count 4 -o out.png
     trtdiff run engines/digits "a three" "an eight" --count 2 --grid
     trtdiff run engines/digits "a red nine" --image out-0.png --strength 0.6 -o again.png
+    trtdiff run engines/sdxl "a lighthouse" --refiner engines/sdxl-refiner --refine-at 0.8
 
     Pictures are numbered prompt by prompt; picture i has seed SEED + i, and is the one that diffusers makes with that
     seed. Every PNG carries its parameters; OUTPUT with .json in place of .png is the receipt. Existing files of these
@@ -81,18 +111,26 @@ def run(
     from trtdiff.request import make_request
 
     began = time.perf_counter()
-    with trtdiff.load(bundle, backend, threads) as pipeline:
+    asked: dict[str, Any] = {
+        "negative": negative or None, "steps": steps, "guidance": guidance, "true_guidance": true_guidance,
+        "rescale": rescale, "clip_skip": clip_skip, "weighted": weighted, "seed": _seed(seed), "count": count,
+        "height": height, "width": width, "original_size": original_size, "crop": crop, "target_size": target_size,
+        "scheduler": scheduler, "batch": batch, "loop": "host" if host_loop else "device",
+    }  # fmt: skip
+    with ExitStack() as stack:
+        pipeline = stack.enter_context(trtdiff.load(bundle, backend, threads))
+        final = pipeline if refiner is None else stack.enter_context(trtdiff.load(refiner, backend, threads))
         loaded = time.perf_counter() - began
         if len(pipeline.manifest.engines) > 1 and backend is None:
             note(f"backend {pipeline.backend}, {pipeline.precision} (the best of the bundle's that runs here)")
         request = make_request(
-            pipeline.manifest, prompts, negative=negative or None, steps=steps, guidance=guidance, seed=_seed(seed),
-            count=count, height=height, width=width, scheduler=scheduler, image=image or None, strength=strength,
-            batch=batch, loop="host" if host_loop else "device",
-        )  # fmt: skip
-        out = Output.of(output, request, sheet=grid)
+            pipeline.manifest, prompts, image=image or None, mask=mask or None, strength=strength, **asked
+        )
         if seed == "random":
+            asked["seed"] = request.seed
             note(f"seed {request.seed}")
+        last = request if final is pipeline else _to_finish(final, request, prompts, asked)
+        out = Output.of(output, request, sheet=grid)
         for warning in pipeline.warnings(request):
             note(f"warning: {warning}")
         written: list[Path] = []
@@ -105,7 +143,8 @@ def run(
                 if not as_json:
                     say(str(written[-1]))
 
-            result = pipeline.run(request, progress=progress, finished=save)
+            begun = None if final is pipeline else pipeline.begin(request, refine_at, progress=progress)
+            result = final.run(last, half_done=begun, progress=progress, finished=save)
         tell = _until_closed(click.echo)
         for path in out.finish(result.pictures, result.receipt):
             if not as_json:
@@ -117,6 +156,18 @@ def run(
         step = receipt.stages["step"]
         pictures = "1 picture" if len(written) == 1 else f"{len(written)} pictures"
         note(f"{pictures} in {receipt.seconds:.2f} s, {1000 * step.median:.1f} ms a step; loaded in {loaded:.2f} s")
+
+
+def _to_finish(refiner: "Pipeline", begun: "Request", prompts: tuple[str, ...], asked: Mapping[str, Any]) -> "Request":
+    """Ask a refiner for the same pictures, with its own scheduler. Raises UsageError where it cannot make them."""
+    from trtdiff.errors import UsageError
+    from trtdiff.request import make_request
+
+    if begun.sources:
+        raise UsageError("a refiner finishes pictures that were begun from text", where="--refiner",
+                         hint="leave out --image, or --refiner")  # fmt: skip
+    own = {"height": begun.height, "width": begun.width, "guidance": begun.guidance, "scheduler": None}
+    return make_request(refiner.manifest, prompts, **{**asked, **own, "clip_skip": 0})
 
 
 def _until_closed(say: Callable[[str], None]) -> Callable[[str], None]:
