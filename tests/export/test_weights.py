@@ -1,5 +1,6 @@
 """Weights beside a graph: the bytes the checkpoint holds, in files that ONNX may refer to, whatever form they had."""
 
+import json
 import math
 import os
 import tracemalloc
@@ -102,10 +103,10 @@ def test_a_weight_file_is_hashed_once_in_its_life(stored, tmp_path, monkeypatch)
 def test_copies_without_the_kernels_help(stored, tmp_path, monkeypatch, failure):
     whole, calls = os.copy_file_range, []
 
-    def broken(source, target, count):
+    def broken(source, target, count, *places):
         calls.append(count)
         if failure == "partway" and len(calls) == 1:
-            return whole(source, target, 100)
+            return whole(source, target, 100, *places)
         if failure == "answers nothing":
             return 0
         raise OSError(18, "Invalid cross-device link")
@@ -116,6 +117,27 @@ def test_copies_without_the_kernels_help(stored, tmp_path, monkeypatch, failure)
         monkeypatch.setattr(os, "copy_file_range", broken)
     placed = place_weights(read_index(stored), NEEDED, tmp_path / "out", "unet")
     assert placed["norm.bias"].file.read_bytes() == stored.read_bytes()
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_holes_are_copied_as_holes(tmp_path, monkeypatch, kernel):
+    if not kernel:
+        monkeypatch.delattr(os, "copy_file_range")
+    shape, size = (1 << 20, 4), 16 << 20
+    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}).encode()
+    header += b" " * (-len(header) % 64 + 56)
+    path = tmp_path / "hollow.safetensors"
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header + b"\1\2\3")
+        file.seek(8 + len(header) + (8 << 20))
+        file.write(b"\4\5")
+        file.truncate(8 + len(header) + size)
+    told = []
+    placed = place_weights(read_index(path), {"a": shape}, tmp_path / "out", "unet", progress=told.append)
+    copy = placed["a"].file
+    assert copy.read_bytes() == path.read_bytes()
+    assert sum(told) <= path.stat().st_size
+    assert copy.stat().st_blocks * 512 < 1 << 20
 
 
 def test_shards_are_copied_and_those_not_needed_are_left(tmp_path):

@@ -9,7 +9,7 @@ aligned, is one new safetensors file written, tensor by tensor.
 import errno
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from trtdiff.digest import file_digest, remember
@@ -171,36 +171,58 @@ def _copy(source: Path, target: Path, progress: Progress | None) -> None:
 
 
 def _copy_bytes(reader: int, writer: int, size: int, progress: Progress | None) -> int:
-    """Copy `size` bytes from the start of one descriptor to another; gives how many there were."""
-    done, in_kernel = 0, hasattr(os, "copy_file_range")
-    while done < size:
-        count = min(_STEP, size - done)
-        if in_kernel:
-            try:
-                step = os.copy_file_range(reader, writer, count)
-            except OSError as error:
-                if error.errno not in {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}:
-                    raise
-                in_kernel = False
-                continue
-            if not step and not done:  # some file systems answer 0 for what they cannot do
-                in_kernel = False
-                continue
-        else:
-            step = _write_all(writer, os.read(reader, min(count, 1 << 22)))
-        if not step:
-            break
-        done += step
-        if progress is not None:
-            progress(step)
+    """Copy `size` bytes from the start of one descriptor to another; gives how many there were. Holes stay holes."""
+    end, in_kernel = 0, hasattr(os, "copy_file_range")
+    for start, stop in _spans_of_data(reader, size):
+        if progress is not None and start > end:
+            progress(start - end)
+        at = start
+        while at < stop:
+            count = min(_STEP, stop - at)
+            if in_kernel:
+                try:
+                    step = os.copy_file_range(reader, writer, count, at, at)
+                except OSError as error:
+                    if error.errno not in {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}:
+                        raise
+                    in_kernel = False
+                    continue
+                if not step and not at:  # some file systems answer 0 for what they cannot do
+                    in_kernel = False
+                    continue
+            else:
+                step = _write_all(writer, os.pread(reader, min(count, 1 << 22), at), at)
+            if not step:
+                return at
+            at += step
+            if progress is not None:
+                progress(step)
+        end = stop
+    os.ftruncate(writer, size)
+    return size
+
+
+def _spans_of_data(file: int, size: int) -> Iterator[tuple[int, int]]:
+    """Give what is not a hole, from where to where; everything on a file system that knows no holes."""
+    at = 0
+    while at < size:
+        try:
+            at = os.lseek(file, at, os.SEEK_DATA)
+            end = min(os.lseek(file, at, os.SEEK_HOLE), size)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing but a hole from here on
+                return
+            end = size
+        if at < size:
+            yield at, end
+        at = end
+
+
+def _write_all(writer: int, chunk: bytes, at: int) -> int:
+    done = 0
+    while done < len(chunk):
+        done += os.pwrite(writer, memoryview(chunk)[done:], at + done)
     return done
-
-
-def _write_all(writer: int, chunk: bytes) -> int:
-    left = memoryview(chunk)
-    while left:
-        left = left[os.write(writer, left) :]
-    return len(chunk)
 
 
 def _check_room(folder: Path, nbytes: int) -> None:
