@@ -211,3 +211,9 @@ def empty_hub_cache(tmp_path, monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.fixture(scope="session")
+def original():
+    """The writers of the original layout: from a module's state dict to the names in a file."""
+    return SimpleNamespace(unet=unet, vae=vae, clip=clip, open_clip=open_clip)

@@ -11,7 +11,7 @@ from trtdiff.export.layout import Configs
 from trtdiff.export.pickle_index import read_pickle_index
 from trtdiff.export.safetensors_index import TensorRef, read_index, read_metadata
 from trtdiff.single_file.converted import converted
-from trtdiff.single_file.kinds import OPEN_CLIP, model_of, recognise
+from trtdiff.single_file.kinds import recognise
 from trtdiff.single_file.measured import changed_fields, measured_configs
 from trtdiff.single_file.prediction import PREDICTIONS, kind_and_scheduler
 from trtdiff.single_file.published import PUBLISHED
@@ -51,7 +51,7 @@ class SingleFile:
         configs = Configs(measured_configs(stored, kind, path))
         configs["scheduler"] = scheduler
         vocabulary = find_vocabulary(tokenizer)
-        notes = (f"{path.name}: {PUBLISHED[kind].title}, {_bytes(kind)}", *_remarks(stored, configs, kind), remark)
+        notes = (f"{path.name}: {PUBLISHED[kind].title}, {_weights(kind)}", *_remarks(stored, configs, kind), remark)
         return cls(path, kind, configs, (*notes, vocabulary.note), stored, vocabulary)
 
     @property
@@ -92,11 +92,10 @@ class SingleFile:
         return {}
 
 
-def _bytes(kind: str) -> str:
+def _weights(kind: str) -> str:
     """Say how the layout's bytes serve."""
-    if model_of(kind) in OPEN_CLIP and "text_encoder_2" in PUBLISHED[kind].configs:
-        return "used where its tensors lie, but for 1 that is transposed: text_projection of text_encoder_2"
-    return "used where its tensors lie"
+    turned = ", but for 1 that is transposed: text_projection of text_encoder_2"
+    return f"weights by reference{turned if 'text_encoder_2' in PUBLISHED[kind].configs else ''}"
 
 
 def _remarks(stored: Mapping[str, TensorRef], configs: Mapping[str, Mapping[str, Any]], kind: str) -> tuple[str, ...]:
