@@ -17,6 +17,9 @@ FILES = {
         "lora_te1_text_model_encoder_layers_0_mlp_fc1.hada_w1_a",
         "diffusion_model.double_blocks.0.img_attn.qkv.lora_up.weight",
     ],
+    "a model in 8 or 4 bits": [
+        "scaled_fp8", f"{UNET}output_blocks.0.0.emb_layers.1.scale_weight", f"{UNET}out.2.weight.absmax",
+    ],
     "a ControlNet": ["control_model.input_blocks.0.0.weight", "controlnet_cond_embedding.conv_in.weight"],
     "an IP-Adapter": ["image_proj.proj.weight", "ip_adapter.1.to_k_ip.weight"],
     "a textual inversion": ["emb_params", "clip_l"],

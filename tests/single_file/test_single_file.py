@@ -256,27 +256,38 @@ def test_the_tokenizer_is_found_or_asked_for(single_file, tmp_path, monkeypatch,
     assert Checkpoint.open(str(made.path), tokenizer=str(vocabulary.folder / "tokenizer")).origin() == opened.origin()
 
 
-def test_the_hubs_cache_is_looked_through(single_file, tmp_path):
+def test_the_hubs_cache_is_looked_through(single_file, tmp_path, vocabulary):
     commit = "0123456789abcdef0123456789abcdef01234567"
     model = tmp_path / "hub/models--stabilityai--stable-diffusion-2-1"
     place = model / "snapshots" / commit / "tokenizer"
     place.mkdir(parents=True)
     (model / "refs").mkdir()
     (model / "refs/main").write_text(commit)
-    (place / "vocab.json").write_text(json.dumps({"!": 0, "a</w>": 1, "<|startoftext|>": 2, "<|endoftext|>": 3}))
-    (place / "merges.txt").write_text("#version: 0.2\n")
+    stored = json.loads((vocabulary.folder / "tokenizer/tokenizer.json").read_text())["model"]
+    (place / "vocab.json").write_text(json.dumps(stored["vocab"]))
+    (place / "merges.txt").write_text("#version: 0.2\n" + "\n".join(map(" ".join, stored["merges"])) + "\n")
     opened = Checkpoint.open(str(single_file("sd1").path))
     assert "tokenizer: the hub cache's stabilityai/stable-diffusion-2-1" in opened.notes
-    assert b"startoftext" in opened.tokenizer_json("tokenizer")
+    from tokenizers import Tokenizer
+
+    made = Tokenizer.from_buffer(opened.tokenizer_json("tokenizer"))
+    theirs = Tokenizer.from_file(str(vocabulary.folder / "tokenizer/tokenizer.json"))
+    assert made.encode("a red cat").ids == theirs.encode("a red cat").ids
 
 
-def test_another_models_tokenizer_is_refused(single_file, tmp_path):
-    words = {f"w{number}": number for number in range(5000)} | {"<|startoftext|>": 5000, "<|endoftext|>": 5001}
-    (tmp_path / "vocab.json").write_text(json.dumps(words))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+@pytest.mark.parametrize("words", [100, 5000])
+@pytest.mark.parametrize("form", ["vocab.json", "tokenizer.json"])
+def test_another_models_tokenizer_is_refused(single_file, tmp_path, words, form):
+    vocabulary = {f"w{number}": number for number in range(words)}
+    added = {"content": "<|startoftext|>", "id": words}
+    if form == "vocab.json":
+        (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    whole = vocabulary | {added["content"]: words}
+    document = whole if form == "vocab.json" else {"model": {"vocab": vocabulary}, "added_tokens": [added]}
+    (tmp_path / form).write_text(json.dumps(document))
     opened = Checkpoint.open(str(single_file("sd1").path), tokenizer=str(tmp_path))
-    with pytest.raises(CheckpointError, match="has 5002 words, its text encoder knows"):
-        opened.tokenizer_json("tokenizer")
+    with pytest.raises(CheckpointError, match=f"the tokenizer has {words + 1} words, sd1.safetensors has"):
+        opened.origin()
 
 
 @pytest.mark.parametrize("option", ["tokenizer", "prediction"])

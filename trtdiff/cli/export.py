@@ -50,7 +50,7 @@ def export(
     \b
     trtdiff export checkpoints/digits
     trtdiff export stable-diffusion-v1-5/stable-diffusion-v1-5 --variant fp16 -o exports/sd15
-    trtdiff export dreams.safetensors --tokenizer checkpoints/digits
+    trtdiff export dreams.safetensors --tokenizer downloads/sd15/tokenizer
     """
     from trtdiff.checkpoint import Checkpoint
     from trtdiff.export.export import export_checkpoint

@@ -15,7 +15,7 @@ from trtdiff.single_file.kinds import recognise
 from trtdiff.single_file.measured import changed_fields, measured_configs
 from trtdiff.single_file.prediction import PREDICTIONS, kind_and_scheduler
 from trtdiff.single_file.published import PUBLISHED
-from trtdiff.single_file.vocabulary import Vocabulary, find_vocabulary
+from trtdiff.single_file.vocabulary import Vocabulary, find_vocabulary, word_count
 
 PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 
@@ -82,10 +82,19 @@ class SingleFile:
         return {"": self.path} if folder in self.variants else {}
 
     def tokenizer(self, folder: str) -> Path:
-        """Give the folder with the vocabulary, which all known models share, fetched if need be."""
-        if folder not in self.configs:
-            raise CheckpointError(f"{self.path.name} has no {folder}", where=str(self.path))
-        return self._vocabulary.folder()
+        """Give the folder with the vocabulary, which all known models share, fetched if need be.
+
+        Raises CheckpointError where there is none, or one of another size than the text encoder's.
+        """
+        place = self._vocabulary.folder()
+        known, words = self.configs[folder.replace("tokenizer", "text_encoder")]["vocab_size"], word_count(place)
+        if words != known:
+            raise CheckpointError(
+                f"the tokenizer has {words} words, {self.path.name} has a text encoder of {known}",
+                where=str(place),
+                hint="give the tokenizer that this model was trained with: CLIP's has 49408",
+            )
+        return place
 
     @cached_property
     def _indexed(self) -> dict[str, Mapping[str, TensorRef]]:

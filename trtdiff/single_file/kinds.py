@@ -39,6 +39,8 @@ LOOKS: tuple[tuple[str, str, str], ...] = (
     # a name in the file matches                                             it looks like          what to do
     (r"lora_(up|down|mid|A|B)\b|_lora\.|\.lora\.|^lora_|\.(hada|lokr)_w1|\.oft_|\.dora_scale",
      "a LoRA: changes to a model's weights", _ADDED),
+    (r"\.scale_(weight|input)$|^scaled_fp8$|\.(absmax|quant_map|comfy_quant)$|\.quant_state\.",
+     "a model in 8 or 4 bits, with scales of its own", "get the same model's file in 16 bits"),
     (r"^control_model\.|^control_net|^controlnet_|^input_hint_block\.|^lllite_", "a ControlNet", _WHOLE),
     (r"^(image_proj|ip_adapter)\.", "an IP-Adapter", _WHOLE),
     (r"^(emb_params|string_to_param.*|clip_[lg]|<.*>)$", "a textual inversion: a word's embedding", _WHOLE),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtdiff.errors import CheckpointError, UsageError
+from trtdiff.export.layout import read_json
 
 HUB = (
     ("openai/clip-vit-large-patch14", ""),
@@ -54,6 +55,20 @@ def find_vocabulary(given: Path | None) -> Vocabulary:
         if folder is not None:
             return Vocabulary(folder, f"tokenizer: the hub cache's {source}")
     return Vocabulary(None, f"tokenizer: not here, to be fetched from {HUB[0][0]}; --tokenizer gives a folder")
+
+
+def word_count(folder: Path) -> int:
+    """Count the words of a tokenizer in either form. Raises CheckpointError for one that is damaged."""
+    stored = folder / "tokenizer.json"
+    if not stored.is_file():
+        return len(read_json(folder / _PARTS[0]))
+    tokenizer = read_json(stored)
+    try:
+        return len({*tokenizer["model"]["vocab"], *(token["content"] for token in tokenizer["added_tokens"])})
+    except (KeyError, TypeError):
+        raise CheckpointError(
+            f"{folder.name} is not a readable tokenizer", where=str(stored), hint="give another folder"
+        ) from None
 
 
 def _has_one(folder: Path) -> bool:
