@@ -342,15 +342,16 @@ def test_a_path_that_is_not_there_is_refused_with_near_names(folder):
 
 def test_one_file_or_one_component_is_not_a_checkpoint(folder, tmp_path):
     error = refusal(folder / "unet" / "diffusion_pytorch_model.safetensors")
-    assert isinstance(error, UsageError)
-    assert "single-file checkpoints are not supported yet" in error.message
+    assert isinstance(error, CheckpointError)
+    assert "is one component of a checkpoint" in error.message
+    assert str(folder) in error.hint
     error = refusal(folder / "unet")
     assert isinstance(error, CheckpointError)
     assert "the folder above it" in error.hint
     assert "did you mean tiny in it?" in refusal(tmp_path).hint
     (tmp_path / "single").mkdir()
     (tmp_path / "single" / "v1-5.ckpt").touch()
-    assert "single-file" in refusal(tmp_path / "single").hint
+    assert refusal(tmp_path / "single").hint.endswith("v1-5.ckpt")
 
 
 def test_a_revision_belongs_to_a_hub_id(folder):

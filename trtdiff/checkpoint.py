@@ -1,109 +1,161 @@
-"""A diffusers checkpoint on disk: its configs, where its tensors lie, its tokenizers. Nothing of it is loaded.
+"""A checkpoint on disk: its configs, where its tensors lie, its tokenizers. Nothing of it is loaded.
+
+It is a diffusers folder,
 
     model_index.json                       names the pipeline class and the components
     unet/config.json, unet/*.safetensors   one folder a component
     scheduler/scheduler_config.json
     tokenizer/tokenizer.json               or vocab.json and merges.txt, or T5's spiece.model
 
-Opening reads JSON alone; weights are indexed when `tensors` asks for them, from their headers.
+or one file in the layout of the original training code, which looks like such a folder here. Opening a folder reads
+JSON alone, opening a file its header; weights are indexed when `tensors` asks for them.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from trtdiff.digest import digest, file_digest
 from trtdiff.errors import CheckpointError, MissingDependency, UsageError
+from trtdiff.export.diffusers_folder import DiffusersFolder
 from trtdiff.export.hub import fetch, is_hub_id, snapshot_origin
-from trtdiff.export.layout import (
-    DAMAGED,
-    Configs,
-    components_of,
-    left_out,
-    listing,
-    options_of,
-    read_config,
-    read_json,
-)
+from trtdiff.export.layout import DAMAGED, listing
 from trtdiff.export.manifest import CheckpointOrigin
 from trtdiff.export.safetensors_index import TensorRef
 from trtdiff.export.spiece import t5_tokenizer_json
-from trtdiff.export.weight_files import WeightFile, choose, files_of, read_tensors, weight_files
+from trtdiff.export.weight_files import weight_files
+from trtdiff.single_file.checkpoint import PICKLES, SingleFile
 from trtdiff.types import names
 
 __all__ = ["Checkpoint", "TensorRef"]
 
 
+class Parts(Protocol):
+    """What a form of checkpoint has to give."""
+
+    @property
+    def pipeline(self) -> str:
+        """The diffusers pipeline class."""
+
+    @property
+    def where(self) -> str:
+        """What says that it is this class."""
+
+    @property
+    def configs(self) -> Mapping[str, Mapping[str, Any]]:
+        """By component folder."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For people: what was chosen or assumed."""
+
+    @property
+    def variants(self) -> Mapping[str, str | None]:
+        """Component with weights → variant."""
+
+    def tensors(self, folder: str) -> Mapping[str, TensorRef]:
+        """Index a component's weights."""
+
+    def files(self, folder: str) -> Mapping[str, Path]:
+        """Name → file that holds a component's weights."""
+
+    def tokenizer(self, folder: str) -> Path:
+        """Give the folder that holds a tokenizer's files."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """A diffusers checkpoint, opened with `Checkpoint.open`."""
+    """A checkpoint, opened with `Checkpoint.open`."""
 
     path: Path
+    """The folder, or the one file."""
     name: str
-    """The folder's own name, or the hub id."""
+    """The folder's own name, the file's without its ending, or the hub id."""
     revision: str | None
     """Commit of a checkpoint that comes from the hub or lies in its cache."""
-    pipeline: str
-    """The diffusers pipeline class."""
-    configs: Mapping[str, Mapping[str, Any]]
-    """By component folder, as stored; a tokenizer's has its special tokens in it. `model_index` has the pipeline's."""
-    notes: tuple[str, ...]
-    """For people: that the hub's cache was used, and what was chosen: `unet: fp16 variant, 1 file`."""
-    _weights: Mapping[str, WeightFile] = field(repr=False)
+    parts: Parts
+    remark: str
+    """That the hub's cache was used; empty otherwise."""
 
     @classmethod
-    def open(cls, source: str, *, revision: str | None = None, variant: str | None = None) -> "Checkpoint":
-        """Open a folder, or a hub id (`owner/name`, fetched or found in the cache).
+    def open(
+        cls,
+        source: str,
+        *,
+        revision: str | None = None,
+        variant: str | None = None,
+        tokenizer: str | None = None,
+        prediction: str | None = None,
+    ) -> "Checkpoint":
+        """Open a folder, a file, or a hub id (`owner/name`, fetched or found in the cache).
 
-        `variant` (`fp16`) is preferred where a component has it; without it, files without a variant are.
+        `variant` (`fp16`) is preferred where a component has it; without it, files without a variant are. `tokenizer`
+        (a folder that has one) and `prediction` (`epsilon`, `v_prediction`) say of a file what it does not say itself.
         Raises UsageError for a source that is not there, CheckpointError for one that is damaged or incomplete.
         """
+        if Path(source).expanduser().is_file():
+            return cls._of_file(Path(source).expanduser(), revision, variant, tokenizer, prediction)
+        for option, value in (("tokenizer", tokenizer), ("prediction", prediction)):
+            if value is not None:
+                raise UsageError(
+                    f"{source} is not one file, and says its {option} itself", hint=f"leave the {option} out"
+                )
         path, name, commit, remark = _locate(source, revision, variant)
-        index = read_json(path / "model_index.json")
-        pipeline = index.get("_class_name")
-        if not isinstance(pipeline, str):
-            raise CheckpointError(
-                "model_index.json names no pipeline class",
-                where=f"{path / 'model_index.json'}: _class_name",
-                hint=DAMAGED,
-            )
-        configs, weights = Configs(model_index=options_of(index)), {}
-        for component, library in components_of(index, path).items():
-            configs[component] = read_config(path / component)
-            chosen = choose(listing(path / component), variant=variant, library=library)
-            if chosen is not None:
-                weights[component] = chosen
-        _check_variant(path, weights, variant)
-        files = (_note(path / component, chosen) for component, chosen in weights.items())
-        unfiltered = (f"{part}: not compiled, so pictures are not filtered" for part in left_out(index))
-        notes = (*filter(None, [remark]), *files, *unfiltered)
-        return cls(path, name, commit, pipeline, configs, notes, weights)
+        return cls(path, name, commit, DiffusersFolder.open(path, variant=variant), remark)
+
+    @classmethod
+    def _of_file(
+        cls, path: Path, revision: str | None, variant: str | None, tokenizer: str | None, prediction: str | None
+    ) -> "Checkpoint":
+        for option, value in (("revision", revision), ("variant", variant)):
+            if value is not None:
+                raise UsageError(f"{path.name} is one file, and has no {option}", hint=f"leave the {option} out")
+        _refuse_component(path)
+        folder = None if tokenizer is None else Path(tokenizer).expanduser()
+        name, commit = snapshot_origin(path) or (path.stem, None)
+        return cls(path, name, commit, SingleFile.open(path, tokenizer=folder, prediction=prediction), "")
+
+    @property
+    def pipeline(self) -> str:
+        """The diffusers pipeline class."""
+        return self.parts.pipeline
+
+    @property
+    def configs(self) -> Mapping[str, Mapping[str, Any]]:
+        """By component folder, as stored; a tokenizer's has its special tokens in it."""
+        return self.parts.configs
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For people: that the hub's cache was used, and what was chosen: `unet: fp16 variant, 1 file`."""
+        return (*filter(None, [self.remark]), *self.parts.notes)
 
     @property
     def variants(self) -> Mapping[str, str | None]:
         """The variant that each component is read from; None for the plain files."""
-        return {name: chosen.variant or None for name, chosen in self._weights.items()}
+        return self.parts.variants
 
     @property
     def weighted(self) -> tuple[str, ...]:
         """Components that have weights."""
-        return tuple(self._weights)
+        return tuple(self.parts.variants)
 
     def tensors(self, folder: str) -> Mapping[str, TensorRef]:
-        """Index a component's weights by their names in the checkpoint, from headers alone.
+        """Index a component's weights by their names in diffusers or transformers, from headers alone.
 
         Raises CheckpointError for a component without weights, and for weights that are damaged, incomplete, or a
         pickle that wants to run something.
         """
-        return read_tensors(self.path / folder, self._chosen(folder))
+        return self.parts.tensors(folder)
 
     def tokenizer_json(self, folder: str) -> bytes:
-        """Give a tokenizer in tokenizers' own format, made from its parts if only those are stored."""
-        stored = self.path / folder / "tokenizer.json"
+        """Give a tokenizer in tokenizers' own format, made from vocabulary and merges if only those are stored."""
+        place = self.parts.tokenizer(folder)
+        stored = place / "tokenizer.json"
         try:
-            made = stored.read_bytes() if stored.is_file() else _tokenizer_from_parts(self.path / folder)
+            made = stored.read_bytes() if stored.is_file() else _tokenizer_from_parts(place)
         except OSError as error:
             raise CheckpointError(
                 f"cannot read {stored.name}: {error.strerror}", where=str(stored), hint=DAMAGED
@@ -123,28 +175,19 @@ class Checkpoint:
 
         Weights that were never digested before are read once, all of them if `fresh`; `progress` is told the bytes.
         """
-        weights = {
-            folder: {file.name: _digest(file, progress, fresh=fresh) for file in files_of(self.path / folder, chosen)}
-            for folder, chosen in self._weights.items()
-        }
+        files = {folder: self.parts.files(folder) for folder in self.weighted}
+        every = {path for named in files.values() for path in named.values()}
+        digests = {path: _digest(path, progress, fresh=fresh) for path in sorted(every)}
+        weights = {folder: {name: digests[path] for name, path in named.items()} for folder, named in files.items()}
         vocabularies = {
             f"{folder}/{file.name}": _digest(file, None)
             for folder in self.configs
-            for file in sorted((self.path / folder).glob("*"))
+            if folder.startswith("tokenizer")
+            for file in sorted(self.parts.tokenizer(folder).glob("*"))
             if file.name in {"tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json", "spiece.model"}
         }
         content = {"configs": self.configs, "weights": weights, "tokenizers": vocabularies}
         return CheckpointOrigin(self.name, self.revision, digest(content), self.pipeline)
-
-    def _chosen(self, folder: str) -> WeightFile:
-        if folder not in self._weights:
-            inside = listing(self.path / folder)
-            raise CheckpointError(
-                f"{folder} has no weights",
-                where=str(self.path / folder),
-                hint=f"expected diffusion_pytorch_model or model .safetensors, found {names(inside) or 'nothing'}",
-            )
-        return self._weights[folder]
 
 
 # --- finding it -------------------------------------------------------------------------------------------------------
@@ -153,12 +196,6 @@ class Checkpoint:
 def _locate(source: str, revision: str | None, variant: str | None) -> tuple[Path, str, str | None, str]:
     """Give folder, name and commit of a source, and what there is to say about how it was found."""
     path = Path(source).expanduser()
-    if path.is_file():
-        raise UsageError(
-            f"{path.name} is one file; single-file checkpoints are not supported yet",
-            where=str(path),
-            hint="load it with diffusers' from_single_file, save_pretrained it, and give that folder",
-        )
     if not path.is_dir():
         if not is_hub_id(source):
             raise UsageError(f"no such folder: {source}", where=str(path.absolute().parent), hint=_near(path))
@@ -177,6 +214,16 @@ def _locate(source: str, revision: str | None, variant: str | None) -> tuple[Pat
     return path, name, commit, ""
 
 
+def _refuse_component(path: Path) -> None:
+    """Refuse the weights of one component of a folder that is a checkpoint."""
+    if (path.parent.parent / "model_index.json").is_file() and weight_files([path.name]):
+        raise CheckpointError(
+            f"{path.name} is one component of a checkpoint",
+            where=str(path),
+            hint=f"give the folder: {path.parent.parent}",
+        )
+
+
 def _near(path: Path) -> str:
     parent = path.absolute().parent
     if "@" in path.name:
@@ -193,36 +240,13 @@ def _what_is_it(path: Path) -> str:
     inside = listing(path)
     if "config.json" in inside or weight_files(inside):
         return "this is one component; give the folder above it, which holds model_index.json"
-    if any(name.endswith((".safetensors", ".ckpt")) for name in inside):
-        return "single-file checkpoints are not supported yet; save it with diffusers first"
+    if files := [name for name in inside if name.endswith((".safetensors", *PICKLES))]:
+        return f"a checkpoint in one file is given by its name: {path / files[0]}"
     below = sorted(item.parent.name for item in path.glob("*/model_index.json"))
     return f"did you mean {names(below, 3)} in it?" if below else "give the folder that holds model_index.json"
 
 
 # --- what it holds ----------------------------------------------------------------------------------------------------
-
-
-def _check_variant(path: Path, weights: Mapping[str, WeightFile], variant: str | None) -> None:
-    if variant is None or any(chosen.variant == variant for chosen in weights.values()):
-        return
-    there = {file.variant for folder in weights for file in weight_files(listing(path / folder))} - {""}
-    raise UsageError(
-        f"no component has the variant {variant!r}",
-        where=str(path),
-        hint=f"there is {', '.join(sorted(there))}" if there else "this checkpoint has no variants; leave it out",
-    )
-
-
-def _note(folder: Path, chosen: WeightFile) -> str:
-    """Say which files a component is read from, and which other variants were left."""
-    which = f"{chosen.variant} variant" if chosen.variant else "default weights"
-    count = len(files_of(folder, chosen))
-    pickle = ", pickled" if chosen.format == "bin" else ""
-    others = sorted(
-        {file.variant or "default" for file in weight_files(listing(folder))} - {chosen.variant or "default"}
-    )
-    left = f" (not used: {', '.join(others)})" if others else ""
-    return f"{folder.name}: {which}, {count} {'file' if count == 1 else 'files'}{pickle}{left}"
 
 
 def _digest(file: Path, progress: Callable[[int], None] | None, *, fresh: bool = False) -> str:

@@ -75,7 +75,8 @@ def _size(size: float) -> str:
 def _checkpoint(path: Path) -> Description:
     from trtdiff.checkpoint import Checkpoint
 
-    checkpoint = Checkpoint.open(str(_folder(path)))
+    single = path.is_file() and path.name != "model_index.json"
+    checkpoint = Checkpoint.open(str(path if single else _folder(path)))
     rows = []
     for name, config in checkpoint.configs.items():
         if name == "model_index":
@@ -93,7 +94,8 @@ def _checkpoint(path: Path) -> Description:
         )
     facts = {"pipeline": checkpoint.pipeline, "revision": checkpoint.revision, "files": list(checkpoint.notes)}
     columns = ("component", "class", "parameters", "tensors", "size")
-    return Description("diffusers checkpoint", str(path), facts, (Table("components", columns, tuple(rows)),))
+    kind = "checkpoint in one file" if single else "diffusers checkpoint"
+    return Description(kind, str(path), facts, (Table("components", columns, tuple(rows)),))
 
 
 def _export(path: Path) -> Description:
@@ -250,15 +252,20 @@ def _bytes_of(path: Path) -> int:
 
 
 def _tensors(path: Path) -> Description:
-    """Describe a safetensors file: sampler tables where it says so, else weights."""
+    """Describe a safetensors file: sampler tables where it says so, a checkpoint that is whole, else weights."""
     from trtdiff.export.safetensors_index import read_index
+    from trtdiff.single_file.kinds import is_whole, looks_like
 
     if path.name == SAMPLERS_FILE:
         return _samplers(path)
     tensors = read_index(path)
+    if is_whole(tensors):
+        return _checkpoint(path)
     counts = Counter(ref.dtype for ref in tensors.values())
+    seems = looks_like(tensors)
     facts = {
         "size": _size(path.stat().st_size),
+        **({"looks like": seems[0]} if seems else {}),
         "parameters": f"{sum(_product(ref.shape) for ref in tensors.values()) / 1e6:.1f} M in {len(tensors)} tensors",
         "stored as": ", ".join(f"{count} {dtype}" for dtype, count in counts.most_common()),
     }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtdiff.cli.options import ENGINES, HELP, console, json_option, note, only_folder
+from trtdiff.cli.options import ENGINES, HELP, console, json_option, note, only_folder, single_file_options
 
 WIDE = 130
 """Columns from which the place of the largest difference is shown too."""
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 
 @click.command(context_settings=HELP)
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
-@click.option("--against", "checkpoint", required=True, metavar="CHECKPOINT", help="The checkpoint: folder or hub id.")
+@click.option(
+    "--against", "checkpoint", required=True, metavar="CHECKPOINT", help="The checkpoint: folder, file or hub id."
+)
 @click.option("--revision", help="Commit, tag or branch of a hub checkpoint.")
 @click.option("--variant", help="Weight file variant of the checkpoint, such as fp16.")
+@single_file_options
 @click.option(
     "--shapes", default="min,opt,max", show_default=True, help="Points of the profile to compare components at."
 )
@@ -41,6 +44,8 @@ def check(
     checkpoint: str,
     revision: str | None,
     variant: str | None,
+    tokenizer: str | None,
+    prediction: str | None,
     shapes: str,
     prompts: tuple[str, ...],
     negative: str,
@@ -69,7 +74,7 @@ def check(
 
     points = parse_points(shapes)
     folder = bundle or only_folder(ENGINES, BUNDLE_FILE, what="bundle", make="trtdiff build")
-    opened = Checkpoint.open(checkpoint, revision=revision, variant=variant)
+    opened = Checkpoint.open(checkpoint, revision=revision, variant=variant, tokenizer=tokenizer, prediction=prediction)
     for text in opened.notes:
         note(text)
     with Check(folder, opened, backend=backend) as work:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtdiff.cli.options import EXPORTS, HELP, console, json_option, note
+from trtdiff.cli.options import EXPORTS, HELP, console, json_option, note, single_file_options
 
 if TYPE_CHECKING:
     from trtdiff.export.export import Export, Reporter
@@ -21,6 +21,7 @@ DTYPES = ("stored", "float32", "float16", "bfloat16")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Folder to make.  [default: exports/NAME]")
 @click.option("--revision", help="Commit, tag or branch of a hub checkpoint.")
 @click.option("--variant", help="Weights variant to prefer, such as fp16.")
+@single_file_options
 @click.option("--dtype", type=click.Choice(DTYPES), default="stored", show_default=True,
               help="Type in which weights are stored. Graphs compute in float32 whatever it is.")  # fmt: skip
 @click.option("--components", help="Only these, with commas between: denoiser,vae_decoder.")
@@ -33,13 +34,15 @@ def export(
     output: Path | None,
     revision: str | None,
     variant: str | None,
+    tokenizer: str | None,
+    prediction: str | None,
     dtype: str,
     components: str | None,
     check: bool,
     force: bool,
     as_json: bool,
 ) -> None:
-    """Trace CHECKPOINT, a diffusers folder or a hub id, into ONNX graphs, without loading its weights.
+    """Trace CHECKPOINT, a diffusers folder, one file or a hub id, into ONNX graphs, without loading its weights.
 
     Weights are copied beside the graphs, which refer to them. Every image size that diffusers accepts runs; an
     unchanged checkpoint is not exported again.
@@ -47,11 +50,12 @@ def export(
     \b
     trtdiff export checkpoints/digits
     trtdiff export stable-diffusion-v1-5/stable-diffusion-v1-5 --variant fp16 -o exports/sd15
+    trtdiff export dreams.safetensors --tokenizer downloads/sd15/tokenizer
     """
     from trtdiff.checkpoint import Checkpoint
     from trtdiff.export.export import export_checkpoint
 
-    opened = Checkpoint.open(checkpoint, revision=revision, variant=variant)
+    opened = Checkpoint.open(checkpoint, revision=revision, variant=variant, tokenizer=tokenizer, prediction=prediction)
     out = output or EXPORTS / opened.name.rsplit("/", 1)[-1]
     if output is None:
         note(f"output folder: {out}")

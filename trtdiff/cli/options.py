@@ -33,6 +33,18 @@ def json_option(command: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document for programs.")(command)
 
 
+def single_file_options(command: F) -> F:
+    """`--tokenizer` and `--prediction`: what a checkpoint in one file does not say itself."""
+    tokenizer = click.option(
+        "--tokenizer", metavar="FOLDER", help="Of a checkpoint in one file: a folder with its tokenizer."
+    )
+    prediction = click.option(
+        "--prediction", type=click.Choice(("epsilon", "v_prediction")),
+        help="Of a checkpoint in one file: what its network predicts.",
+    )  # fmt: skip
+    return tokenizer(prediction(command))
+
+
 def note(text: str) -> None:
     """Say something beside the result, on standard error: defaults that were chosen, what is up to date, warnings."""
     click.echo(text, err=True)

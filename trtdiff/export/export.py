@@ -110,7 +110,7 @@ def export_checkpoint(
     that do not fit; ExportError for what cannot be traced or breaks its contract; StorageError for a full disk.
     """
     reporter = reporter or Silence()
-    family = family_of_pipeline(checkpoint.pipeline, where=f"{checkpoint.path / 'model_index.json'}: _class_name")
+    family = family_of_pipeline(checkpoint.pipeline, where=checkpoint.parts.where)
     specs = _chosen(_described(family, checkpoint), components)
     require_replaceable(out)
     reporter.stage("reading the checkpoint's digest")

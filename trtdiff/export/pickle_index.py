@@ -33,6 +33,8 @@ def read_pickle_index(path: Path) -> dict[str, TensorRef]:
     if not _is_archive(path):
         path = _as_archive(path)
     loaded = _load(path, offsets_only=True)
+    while isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), dict):
+        loaded = loaded["state_dict"]  # training code saves more than weights
     if not isinstance(loaded, dict):
         _refuse(path, "does not hold a dictionary of tensors")
     _check_archive(path)

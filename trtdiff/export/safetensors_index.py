@@ -84,6 +84,20 @@ def read_index(path: Path) -> dict[str, TensorRef]:
     return refs
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """Give what a safetensors file says of itself, text to text. The file has been indexed before."""
+    with path.open("rb") as file:
+        header, _ = _header(file, path.stat().st_size, path)
+    return dict(header.get("__metadata__", {}))
+
+
+def data_bytes(path: Path) -> int:
+    """Give how many bytes of a safetensors file are tensors."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    return path.stat().st_size - 8 - length
+
+
 def _header(file: BinaryIO, size: int, path: Path) -> tuple[dict[str, Any], int]:
     """Read the header's JSON and the offset at which the data begin."""
     prefix = file.read(8)

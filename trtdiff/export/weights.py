@@ -4,6 +4,10 @@ ONNX external data must lie in the model's own folder, in files that are neither
 checkpoint's safetensors files are copied there (a reflink, costing nothing, where the file system has them). Only
 where the stored bytes cannot be used as they are, because another type is wanted, or they lie in a pickle, or are not
 aligned, is one new safetensors file written, tensor by tensor.
+
+So it is where a file holds more than this component, as a checkpoint in one file does: each component gets a file with
+just its own tensors. One shared copy of all of it would carry what nobody needs (averaged weights double some files),
+and its digest would stand for every component, so that a fine-tune of the UNet alone would compile the VAE anew.
 """
 
 import errno
@@ -16,7 +20,7 @@ from trtdiff.digest import file_digest, remember
 from trtdiff.errors import CheckpointError, StorageError, UsageError
 from trtdiff.export.convert import converted_dtype, planned_bytes, write_converted
 from trtdiff.export.renames import near_names, same_elements, stored_name
-from trtdiff.export.safetensors_index import TensorRef
+from trtdiff.export.safetensors_index import TensorRef, data_bytes
 from trtdiff.records import whole_file
 from trtdiff.types import names
 
@@ -40,7 +44,8 @@ def place_weights(
 
     `needed` holds every parameter and persistent buffer of the module with its shape; what else the checkpoint has is
     ignored. With `dtype="stored"` whole files are copied (`<stem>.safetensors`, or `<stem>-00001-of-00002.safetensors`
-    …); with another type floats are converted into one `<stem>.safetensors`, and integers stay. Call it once for a
+    …) where all that is in them stands in `tensors`; else, and with another type, the needed ones are written into one
+    `<stem>.safetensors`, floats in the type that is asked for, and integers as they are. Call it once for a
     folder, with the union of what its graphs need: a second call replaces the files. The files' digests are known to
     `trtdiff.digest.file_digest` afterwards without reading them again. `progress` is told bytes written.
 
@@ -52,7 +57,7 @@ def place_weights(
     found = find_needed(tensors, needed)
     _check_convertible(found, dtype)
     folder = out / "weights"
-    if _usable(found, dtype):
+    if _usable(found, dtype, tensors):
         return _copied(found, folder, stem, progress)
     _check_room(folder, planned_bytes(found, dtype))
     return write_converted(found, folder / f"{stem}.safetensors", dtype=dtype, progress=progress)
@@ -61,7 +66,7 @@ def place_weights(
 def placement_bytes(tensors: Mapping[str, TensorRef], needed: Mapping[str, tuple[int, ...]], dtype: str) -> int:
     """Bytes that `place_weights` would write, and tell `progress` of."""
     found = find_needed(tensors, needed)
-    if _usable(found, dtype):
+    if _usable(found, dtype, tensors):
         return sum(file.stat().st_size for file in {ref.file for ref in found.values()})
     return planned_bytes(found, dtype)
 
@@ -124,12 +129,18 @@ def _check_convertible(found: Mapping[str, TensorRef], dtype: str) -> None:
         )
 
 
-def _usable(found: Mapping[str, TensorRef], dtype: str) -> bool:
+def _usable(found: Mapping[str, TensorRef], dtype: str, tensors: Mapping[str, TensorRef]) -> bool:
     """Whether the stored files can serve as they are."""
     return all(
         ref.file.suffix == ".safetensors" and ref.aligned and converted_dtype(ref, dtype) == ref.dtype
         for ref in found.values()
-    )
+    ) and all(_is_all_of(tensors, file) for file in {ref.file for ref in found.values()})
+
+
+def _is_all_of(tensors: Mapping[str, TensorRef], file: Path) -> bool:
+    """Whether a safetensors file holds nothing but these tensors."""
+    places = {(ref.offset, ref.nbytes) for ref in tensors.values() if ref.file == file}
+    return sum(nbytes for _, nbytes in places) == data_bytes(file)
 
 
 def _copied(found: Mapping[str, TensorRef], folder: Path, stem: str, progress: Progress | None) -> dict[str, TensorRef]:

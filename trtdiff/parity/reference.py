@@ -15,6 +15,8 @@ from trtdiff.errors import CheckpointError, MissingDependency, UsageError
 from trtdiff.export.layout import NOT_COMPILED, read_json
 from trtdiff.families import family_of_pipeline
 from trtdiff.families.base import ComponentSpec
+from trtdiff.single_file.checkpoint import SingleFile
+from trtdiff.single_file.reference import load_pipeline
 from trtdiff.types import Array
 
 if TYPE_CHECKING:
@@ -61,25 +63,11 @@ class Reference:
 
     def __init__(self, checkpoint: Checkpoint, dtype: str = "stored") -> None:
         require_pytorch()
-        import diffusers
         import torch
 
         self._checkpoint = checkpoint
-        optional = {name: None for name in NOT_COMPILED if name in read_json(checkpoint.path / "model_index.json")}
-        variants = checkpoint.variants
-        variant = next(filter(None, variants.values()), None)
         with _quiet():
-            try:
-                apart = {part: _load_part(checkpoint, part) for part in variants if variants[part] != variant}
-                load: Any = diffusers.DiffusionPipeline.from_pretrained
-                self._pipeline = load(
-                    str(checkpoint.path), torch_dtype=torch.float32, local_files_only=True, variant=variant,
-                    **optional, **apart,
-                )  # fmt: skip
-            except (OSError, ValueError, RuntimeError) as error:
-                raise CheckpointError(
-                    f"diffusers cannot load the checkpoint: {error}", where=checkpoint.name
-                ) from error
+            self._pipeline = _load_pipeline(checkpoint)
         if dtype != "stored":
             with _quiet():
                 for part in self._pipeline.components.values():
@@ -157,6 +145,27 @@ def require_pytorch() -> None:
         raise MissingDependency(
             f"comparing with PyTorch needs {' and '.join(missing)}", hint="pip install 'trtdiff[compile]'"
         )
+
+
+def _load_pipeline(checkpoint: Checkpoint) -> Any:
+    """Let diffusers load a checkpoint, a folder or a file, in float32."""
+    if isinstance(checkpoint.parts, SingleFile):
+        return load_pipeline(checkpoint.parts)
+    import diffusers
+    import torch
+
+    optional = {name: None for name in NOT_COMPILED if name in read_json(checkpoint.path / "model_index.json")}
+    variants = checkpoint.variants
+    variant = next(filter(None, variants.values()), None)
+    load: Any = diffusers.DiffusionPipeline.from_pretrained
+    try:
+        apart = {part: _load_part(checkpoint, part) for part in variants if variants[part] != variant}
+        return load(
+            str(checkpoint.path), torch_dtype=torch.float32, local_files_only=True, variant=variant,
+            **optional, **apart,
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"diffusers cannot load the checkpoint: {error}", where=checkpoint.name) from error
 
 
 def _load_part(checkpoint: Checkpoint, part: str) -> Any:
