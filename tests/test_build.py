@@ -85,7 +85,7 @@ def call(*arguments):
     return result
 
 
-SIZES = {"window": 3, "branches": 2, "batch": 2, "height": 64, "width": 32, "tokens": 9}
+SIZES = {"window": 3, "branches": 2, "batch": 2, "height": 64, "width": 32, "context": 9, "tokens": 9}
 
 
 # --- the first build -------------------------------------------------------------------------------------------------
@@ -124,14 +124,20 @@ def test_the_denoiser_engine_equals_its_graph_in_float64(built):
     rng = np.random.default_rng(0)
     with backend("onnxruntime").load(bundle.engine("onnxruntime", "denoiser"), threads=1) as session:
         feeds = {spec.name: rng.standard_normal(spec.shape(SIZES)).astype(np.float32) for spec in session.inputs}
+        feeds["mask"] = (feeds["mask"] > 0).astype(np.float32)
         got = session.run(feeds)
     exact = {name: array.astype(np.float64) for name, array in feeds.items()}
-    latent = np.einsum("kb,kbchw->bchw", exact["coefficients"], exact["window"])
+    stepped = np.einsum("kb,kbchw->bchw", exact["coefficients"], exact["window"])
+    kept = np.einsum("jb,jbchw->bchw", exact["known_coefficients"], exact["known"])
+    latent = np.where(exact["mask"] > 0, stepped, kept)
     sample = np.pad(latent * exact["scale"][:, None, None, None], ((0, 0), (0, 0), (1, 1), (1, 1)))
     patches = np.lib.stride_tricks.sliding_window_view(sample, (3, 3), axis=(2, 3))  # [B, C, h, w, 3, 3]
     drawn = np.einsum("bchwij,ocij->bohw", patches, weights["unet_conv"])
     mood = exact["encoder_hidden_states"].mean(2) @ weights["unet_mix"] + exact["timestep"][:, None] / 1000  # [G, B, 4]
-    prediction = np.einsum("gb,gbchw->bchw", exact["guidance"], np.tanh(drawn[None] + mood[..., None, None]))
+    branches = np.tanh(drawn[None] + mood[..., None, None])
+    guided = np.einsum("gb,gbchw->bchw", exact["guidance"], branches)
+    ratio = branches[-1].std((1, 2, 3)) / guided.std((1, 2, 3))
+    prediction = guided * (1 + exact["rescale"] * (ratio - 1))[:, None, None, None]
     for name, want in {"latent": latent, "prediction": prediction}.items():
         assert np.abs(got[name] - want).max() <= 2e-6 * np.abs(want).max(), name  # measured 3e-7
 

@@ -57,7 +57,7 @@ def test_everything_a_runtime_needs_is_in_it(bundle):
     manifest = opened.manifest
     assert (manifest.name, manifest.family, manifest.precision) == ("toy", "stable-diffusion", {"onnxruntime": "fp32"})
     assert manifest.facts.latent.downscale == 8
-    assert str(manifest.profile) == "batch=1:1:4,height=32:64:128,width=32:64:128"
+    assert str(manifest.profile) == "batch=1:1:4,height=32:64:128,width=32:64:128,branches=1:2:2,tokens=9,context=9"
     assert manifest.samplers == ("default", "ddim")
     assert opened.components("onnxruntime") == ("text_encoder", "denoiser", "vae_decoder", "vae_encoder")
     assert json.loads(opened.tokenizer("tokenizer").read_text()) == {"version": "1.0"}
@@ -82,6 +82,8 @@ def test_it_works_wherever_it_is_moved(bundle, tmp_path, monkeypatch):
     opened.verify(fresh=True)
     with backend("onnxruntime").load(opened.engine("onnxruntime", "vae_decoder"), threads=1) as session:
         feeds = {"window": np.ones((1, 1, 4, 4, 4), np.float32), "coefficients": np.ones((1, 1), np.float32)}
+        feeds |= {"mask": np.ones((1, 1, 4, 4), np.float32), "known": np.zeros((2, 1, 4, 4, 4), np.float32)}
+        feeds |= {"known_coefficients": np.zeros((2, 1), np.float32)}
         assert session.run(feeds)["image"].shape == (1, 3, 32, 32)
 
 

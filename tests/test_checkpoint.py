@@ -78,7 +78,7 @@ def refusal(source, **options):
 def test_gives_configs_tensors_and_origin(folder):
     checkpoint = Checkpoint.open(str(folder))
     assert (checkpoint.name, checkpoint.revision, checkpoint.pipeline) == ("tiny", None, "StableDiffusionPipeline")
-    assert checkpoint.configs.keys() == {"scheduler", "text_encoder", "tokenizer", "unet"}
+    assert checkpoint.configs.keys() == {"model_index", "scheduler", "text_encoder", "tokenizer", "unet"}
     assert checkpoint.configs["scheduler"]["steps_offset"] == 1
     assert checkpoint.configs["tokenizer"] == {"model_max_length": 77, "pad_token": "!", "unk_token": "<|endoftext|>"}
     tensors = checkpoint.tensors("unet")

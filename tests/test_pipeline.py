@@ -138,9 +138,9 @@ def test_start_noises_do_not_depend_on_the_batch_and_are_pytorch_s(pipeline):
 
     request = make_request(pipeline.manifest, "a cat", seed=7, count=3, steps=6)
     execution = Execution(pipeline._engines, request, None)
-    together = execution._start(request.shots).noise
+    together = execution._sources.start(request.shots).start.noise
     for number, shot in enumerate(request.shots):
-        np.testing.assert_array_equal(together[number : number + 1], execution._start([shot]).noise)
+        np.testing.assert_array_equal(together[number : number + 1], execution._sources.start([shot]).start.noise)
         expected = torch.randn((1, 4, 8, 8), generator=torch.Generator().manual_seed(7 + number))
         np.testing.assert_allclose(together[number], expected[0], atol=2e-6)
 

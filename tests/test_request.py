@@ -46,7 +46,7 @@ def request(prompts="a cat", **options):
 def test_what_is_left_open_comes_from_the_checkpoint():
     made = request()
     assert (made.height, made.width, made.guidance, made.scheduler) == (512, 640, 7.5, "ddim")
-    assert (made.seed, made.count, made.start, made.batch, made.negatives) == (0, 1, None, 4, ("",))
+    assert (made.seed, made.count, made.start, made.batch, made.negatives) == (0, 1, None, 4, (None,))
 
 
 def test_pictures_are_numbered_prompt_by_prompt_and_seeds_go_up():

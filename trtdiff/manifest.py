@@ -71,7 +71,7 @@ class SamplersSpec:
     pipeline: str
     family: str
     image_tokens: int
-    """Of the native size, for which tables are compiled."""
+    """Of the native size, for which tables are compiled; 0 where the family's schedules know no size."""
     sizes: tuple[int, ...]
     """Image tokens of sizes for which those that are derived are proved."""
     libraries: Mapping[str, str]

@@ -324,6 +324,8 @@ def _samplers(export: ExportManifest, schedulers: tuple[str, ...] | None, profil
         )
     asked = tuple(dict.fromkeys([DEFAULT, *asked]))
     names, optional = (asked, ()) if schedulers else ((DEFAULT,), tuple(name for name in asked if name != DEFAULT))
+    native = facts.image_tokens(facts.latent.height, facts.latent.width)
+    by_size = "image_tokens" in kind.schedule_call(native).identity
     libraries = installed(_SAMPLERS_LIBRARIES)
     if absent := [name for name in ("diffusers", "torch") if name not in libraries]:
         raise MissingDependency(
@@ -335,8 +337,8 @@ def _samplers(export: ExportManifest, schedulers: tuple[str, ...] | None, profil
         config=export.scheduler,
         pipeline=export.checkpoint.pipeline,
         family=export.family,
-        image_tokens=facts.image_tokens(facts.latent.height, facts.latent.width),
-        sizes=_tokens_of_sizes(facts, profile),
+        image_tokens=native if by_size else 0,
+        sizes=_tokens_of_sizes(facts, profile) if by_size else (),
         libraries=libraries,
         trtdiff=trtdiff.__version__,
         trtdiff_code=code_digest(

@@ -417,9 +417,9 @@ def test_a_full_disk_is_refused_before_anything_is_written(stored, tmp_path, mon
 def test_a_source_that_changes_while_it_is_copied_is_refused_and_nothing_is_left(stored, tmp_path, monkeypatch):
     refs, whole = read_index(stored), os.copy_file_range
 
-    def copy_then_touch(source, target, count):
+    def copy_then_touch(source, target, count, *places):
         os.utime(stored, ns=(1, 1))
-        return whole(source, target, count)
+        return whole(source, target, count, *places)
 
     monkeypatch.setattr(os, "copy_file_range", copy_then_touch)
     with pytest.raises(CheckpointError, match="changed while it was copied"):

@@ -35,13 +35,13 @@ def session(model):
     return ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
 
 
-def denoiser(form="matmul", t="float"):
+def denoiser(form="matmul", t="float", mask="no"):
     model = ir.from_onnx_text(DENOISER.format(t=t))
-    denoiser_prologue(model, form=form)
+    denoiser_prologue(model, form=form, mask=mask)
     return model
 
 
-def arrays(slots, branches, batch, seed=0):
+def arrays(slots, branches, batch, seed=0, *, masked=False):
     rng = np.random.default_rng(seed)
     shapes = {
         "window": (slots, batch, 4, 5, 3),
@@ -51,16 +51,29 @@ def arrays(slots, branches, batch, seed=0):
         "encoder_hidden_states": (branches, batch, 7, 6),
         "guidance": (branches, batch),
     }
-    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    found = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    found["rescale"] = np.zeros(batch, np.float32)
+    if masked:
+        found["mask"] = rng.integers(0, 2, (batch, 1, 5, 3)).astype(np.float32)
+        found["known"] = rng.standard_normal((2, batch, 4, 5, 3)).astype(np.float32)
+        found["known_coefficients"] = rng.standard_normal((2, batch)).astype(np.float32)
+    return found
 
 
 def expected(feeds):
     exact = {name: array.astype(np.float64) for name, array in feeds.items()}
     latent = np.einsum("kb,kbchw->bchw", exact["coefficients"], exact["window"])
+    if "mask" in exact:
+        kept = np.einsum("jb,jbchw->bchw", exact["known_coefficients"], exact["known"])
+        latent = exact["mask"] * latent + (1 - exact["mask"]) * kept
     sample = latent * exact["scale"][:, None, None, None]
     row = exact["encoder_hidden_states"].sum((2, 3)) + exact["timestep"]  # [G, B]
     per_branch = sample[None] ** 2 + row[:, :, None, None, None]
-    return {"latent": latent, "prediction": np.einsum("gb,gbchw->bchw", exact["guidance"], per_branch)}
+    guided = np.einsum("gb,gbchw->bchw", exact["guidance"], per_branch)
+    share = exact["rescale"][:, None, None, None]
+    axes = {"axis": (1, 2, 3), "keepdims": True}
+    rescaled = guided * per_branch[-1].std(**axes) / guided.std(**axes)
+    return {"latent": latent, "prediction": share * rescaled + (1 - share) * guided}
 
 
 @pytest.mark.parametrize("form", ["matmul", "reduce"])
@@ -74,6 +87,53 @@ def test_equals_numpy_with_every_image_its_own_row(form, slots, branches, batch)
         assert got[name].dtype == np.float32
         scale = np.abs(exact).max()  # float32 sums of at most 42 terms: measured at most 2.4e-7 of the largest value
         assert np.abs(got[name] - exact).max() <= 5e-7 * scale, name
+
+
+@pytest.mark.parametrize("form", ["matmul", "reduce"])
+@pytest.mark.parametrize("slots", [1, 6])
+def test_what_a_mask_keeps_is_the_known_latent_to_the_bit(form, slots):
+    feeds = arrays(slots, 2, 3, masked=True)
+    latent, prediction = session(denoiser(form, mask="yes")).run(["latent", "prediction"], feeds)
+    for name, got in {"latent": latent, "prediction": prediction}.items():
+        exact = expected(feeds)[name]
+        assert np.abs(got - exact).max() <= 5e-7 * np.abs(exact).max(), name
+    painted = np.broadcast_to(feeds["mask"] == 1, latent.shape)
+    free = {name: feeds[name] for name in arrays(slots, 2, 3)}
+    (unmasked,) = session(denoiser(form)).run(["latent"], free)
+    assert np.array_equal(latent[painted], unmasked[painted])
+    assert not np.array_equal(latent[~painted], unmasked[~painted])
+
+
+def test_the_decoder_keeps_what_a_mask_keeps():
+    model = ir.from_onnx_text(DECODER)
+    decoder_prologue(model, mask="yes")
+    feeds = arrays(3, 1, 2, masked=True)
+    taken = ("window", "coefficients", "mask", "known", "known_coefficients")
+    image, latent = session(model).run(["image", "latent"], {name: feeds[name] for name in taken})
+    exact = expected(feeds)["latent"]
+    assert np.abs(latent - exact).max() <= 5e-7 * np.abs(exact).max()
+    assert np.abs(image - np.tanh(exact)).max() <= 1e-6
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_guidance_rescale_is_that_of_diffusers(share):
+    import torch
+    from diffusers.pipelines.stable_diffusion.pipeline_stable_diffusion import rescale_noise_cfg
+
+    feeds = arrays(3, 2, 3) | {"rescale": np.full(3, share, np.float32)}
+    (got,) = session(denoiser()).run(["prediction"], feeds)
+    plain = {**feeds, "rescale": np.zeros(3, np.float32)}
+    (guided,) = session(denoiser()).run(["prediction"], plain)
+    (text,) = session(denoiser()).run(["prediction"], {**plain, "guidance": np.array([[0] * 3, [1] * 3], np.float32)})
+    wanted = rescale_noise_cfg(torch.from_numpy(guided), torch.from_numpy(text), share).numpy()
+    assert np.abs(got - wanted).max() <= 1e-6 * np.abs(wanted).max()
+    assert np.abs(got - expected(feeds)["prediction"]).max() <= 1e-6 * np.abs(wanted).max()
+
+
+def test_a_branch_that_predicts_one_number_everywhere_stays_finite():
+    feeds = arrays(1, 1, 1) | {"coefficients": np.zeros((1, 1), np.float32)}
+    (prediction,) = session(denoiser()).run(["prediction"], feeds)
+    assert np.isfinite(prediction).all()
 
 
 def test_one_slot_and_ones_are_the_plain_denoiser():
@@ -130,6 +190,7 @@ def test_the_contract_is_written_in_names_and_dimensions():
         "scale",
         "encoder_hidden_states",
         "guidance",
+        "rescale",
         "latent",
         "prediction",
     ]

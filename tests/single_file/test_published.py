@@ -74,7 +74,8 @@ def test_configs_are_those_of_the_published_model(kind, tmp_path, original):
     write_sparse(stored, path)
     assert path.stat().st_size == pytest.approx(FILES.get(kind, path.stat().st_size), rel=1e-3)
     opened = Checkpoint.open(str(path))
-    measured = {folder: config for folder, config in opened.configs.items() if folder != "scheduler"}
+    measured = {folder: config for folder, config in opened.configs.items() if folder in PUBLISHED[kind].configs}
+    assert opened.configs["model_index"] == PUBLISHED[kind].model_index
     assert measured == {folder: PUBLISHED[kind].configs[folder] for folder in measured}
     turned = []
     for folder, module in made.items():

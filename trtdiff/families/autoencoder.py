@@ -53,7 +53,7 @@ def vae_components(
 ) -> tuple[ComponentSpec, ...]:
     """Describe decoder and encoder."""
     latents, image = latent_dims(latent), ("batch", 3, "height", "width")
-    unmeasured = OVERFLOWS if configs["vae"].get("force_upcast", True) else {}
+    unmeasured = OVERFLOWS if configs["vae"].get("force_upcast") is True else {}
     return (
         ComponentSpec(
             name="vae_decoder",

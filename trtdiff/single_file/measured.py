@@ -67,7 +67,7 @@ def changed_fields(configs: Mapping[str, Mapping[str, Any]], kind: str) -> dict[
     changes = {
         folder: [name for name, value in config.items() if value != published[folder].get(name)]
         for folder, config in configs.items()
-        if folder != "scheduler"
+        if folder not in {"scheduler", "model_index"}
     }
     return {folder: fields for folder, fields in changes.items() if fields}
 

@@ -32,8 +32,9 @@ def load_pipeline(file: SingleFile) -> Any:
 
 def write_configs(file: SingleFile, folder: Path) -> None:
     """Write what a diffusers folder of this model holds besides weights."""
-    index: dict[str, Any] = {"_class_name": file.pipeline, **PUBLISHED[file.kind].model_index}
-    for name, config in file.configs.items():
+    configs = dict(file.configs)
+    index: dict[str, Any] = {"_class_name": file.pipeline, **configs.pop("model_index")}
+    for name, config in configs.items():
         place = folder / name
         place.mkdir()
         if name.startswith("tokenizer"):
