@@ -163,7 +163,8 @@ def test_tables_equal_flux(flux, config, name, strength, masked):
     def transformer(latent, timestep, _index):
         with torch.no_grad():
             packed = parts["transformer"](
-                pack(latent), timestep=torch.tensor([timestep]) / 1000, pooled_projections=embeds["pooled_prompt_embeds"],
+                pack(latent), timestep=torch.tensor([timestep]) / 1000,
+                pooled_projections=embeds["pooled_prompt_embeds"],
                 encoder_hidden_states=embeds["prompt_embeds"], txt_ids=torch.zeros(3, 3), img_ids=places,
             ).sample  # fmt: skip
         return diffusers.FluxPipeline._unpack_latents(packed, 64, 64, 8).numpy()

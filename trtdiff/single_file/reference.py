@@ -12,7 +12,6 @@ from typing import Any
 
 from trtdiff.errors import CheckpointError
 from trtdiff.single_file.checkpoint import SingleFile
-from trtdiff.single_file.published import PUBLISHED
 
 
 def load_pipeline(file: SingleFile) -> Any:
