@@ -104,6 +104,13 @@ class PixArt(ModelFamily):
 
         return PixArtCall()
 
+    def diffusers_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Say the callback in the pipeline's old words, and keep the size and the prompt as they were asked for."""
+        found = {**arguments, "use_resolution_binning": False, "clean_caption": False}
+        keep = found.pop("callback_on_step_end")
+        found["callback"] = lambda step, timestep, latents: keep(None, step, timestep, {"latents": latents})
+        return found
+
     def encode(
         self,
         texts: Sequence[str | None],

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -103,7 +104,10 @@ class Reference:
         if image is not None:
             with _quiet():
                 pipeline = diffusers.AutoPipelineForImage2Image.from_pipe(pipeline)
-            kwargs = {"image": image.resize((request.width, request.height)), "strength": request.strength}
+            image = image.resize((request.width, request.height))
+            takes = inspect.signature(type(pipeline).__call__).parameters  # some take the image's size, others do not
+            kwargs = {name: value for name, value in kwargs.items() if name in takes}
+            kwargs |= {"image": [image] * len(request.prompts), "strength": request.strength}
         pipeline.set_progress_bar_config(disable=True)
         kind = family_of_pipeline(self._checkpoint.pipeline, where=self._checkpoint.name)
         choices, call = kind.schedulers(), kind.schedule_call(0)
@@ -154,7 +158,8 @@ def _load_pipeline(checkpoint: Checkpoint) -> Any:
     import diffusers
     import torch
 
-    optional = {name: None for name in NOT_COMPILED if name in read_json(checkpoint.path / "model_index.json")}
+    index = read_json(checkpoint.path / "model_index.json")
+    optional = {name: None for name, value in index.items() if name in NOT_COMPILED or value == [None, None]}
     variants = checkpoint.variants
     variant = next(filter(None, variants.values()), None)
     load: Any = diffusers.DiffusionPipeline.from_pretrained
