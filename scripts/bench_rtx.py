@@ -50,36 +50,23 @@ import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
-from bench_export import TEXT, make_checkpoint
+from bench_export import CHECKPOINTS
 
-TEXT_2 = TEXT | {
-    "hidden_act": "gelu", "hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 20,
-    "num_hidden_layers": 32, "projection_dim": 1280,
-}  # fmt: skip
 TARGET = "rtx:sm89"
 PRECISIONS = ("fp16", "bf16", "int8", "fp8", "fp8-mixed", "int8-weights")
-TOKENS = {"batch": "1:1:4", "tokens": "77"}
-PIXELS = {
-    "sd15": {"batch": "1:1:4", "height": "256:512:768", "width": "256:512:768"},
-    "sdxl": {"batch": "1:1:4", "height": "512:1024:1024", "width": "512:1024:1024"},
-}
-STEP = {"window": "1:3:48", "branches": "1:2:2"}
-CASES = {
-    "sd15-denoiser": ("sd15", "denoiser"),
-    "sd15-text_encoder": ("sd15", "text_encoder"),
-    "sd15-vae_decoder": ("sd15", "vae_decoder"),
-    "sd15-vae_encoder": ("sd15", "vae_encoder"),
-    "sdxl-denoiser": ("sdxl-unet", "denoiser"),
-    "sdxl-text_encoder": ("sdxl-text", "text_encoder"),
-    "sdxl-text_encoder_2": ("sdxl-text-2", "text_encoder"),
-    "sdxl-vae_decoder": ("sd15", "vae_decoder"),
-    "sdxl-vae_encoder": ("sd15", "vae_encoder"),
-}
-"""Case → its export and its graph there. SDXL's VAE is SD1.5's with other weights, at larger sizes."""
+SIZES = {"sd15": "256:512:768", "sdxl": "512:1024:1024", "sd3": "512:1024:1024", "flux": "512:1024:1024"}
+"""Heights and widths."""
+CASES = tuple(
+    f"{name}-{component}"
+    for name in CHECKPOINTS
+    for component in (
+        "denoiser", *(part for part in CHECKPOINTS[name][1] if part.startswith("text")), "vae_decoder", "vae_encoder"
+    )
+)  # fmt: skip
+"""Checkpoint and component; which of them fit into this machine is for the memory preflight to say."""
 
 
 @dataclass
@@ -131,18 +118,27 @@ class Watch(threading.Thread):
 def measure(case: str, precision: str, folder: Path) -> Measured:
     from trtdiff import worker
     from trtdiff.backends import target_backend
-    from trtdiff.lowering import PROLOGUES
+    from trtdiff.export.manifest import EXPORT_FILE, EXPORT_SCHEMA, ExportManifest
+    from trtdiff.families import family
+    from trtdiff.lowering import HALVES, PROLOGUES
     from trtdiff.manifest import as_json
     from trtdiff.recipes import recipe
+    from trtdiff.records import read_record
+    from trtdiff.types import ShapeProfile
 
-    export, component = CASES[case]
-    graph = folder / "exports" / export / f"{component}.onnx"
+    name, _, component = case.partition("-")
+    graph = folder / "exports" / case / f"{component}.onnx"
+    manifest = read_record(graph.parent / EXPORT_FILE, ExportManifest, schema=EXPORT_SCHEMA)
+    kind = family(manifest.family)
+    sizes = kind.profile(manifest.facts).merged(ShapeProfile.parse(f"height={SIZES[name]},width={SIZES[name]}"))
+    profile = {dim: str(span) for dim, span in sizes.dims.items()} | {"window": "1:3:48"}
+    (spec,) = (spec for spec in kind.components(manifest.configs) if spec.name == component)
     chosen, compiler = recipe(precision), target_backend(TARGET)
     content = as_json(chosen.content(component))
     quantized = "quantization" in content and chosen.calibrated
     calibration = str(calibrated(graph, component, folder).absolute()) if quantized else ""
     prologue = PROLOGUES.get(component)
-    passes = [*chosen.passes, *compiler.passes, *([f"{prologue} form={compiler.sums}"] if prologue else [])]
+    passes = [*chosen.passes, *compiler.passes, *([f"{prologue} form={compiler.sums} mask=yes"] if prologue else [])]
     out = folder / "out"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
@@ -159,7 +155,8 @@ def measure(case: str, precision: str, folder: Path) -> Measured:
                 "computes_in": chosen.computes_in,
                 "quantization": content.get("quantization"),
                 "calibration": calibration,
-                "profile": TOKENS | PIXELS[case.partition("-")[0]] | STEP,
+                "profile": profile,
+                "islands": dict(spec.keep_high) if chosen.computes_in in HALVES else {},
                 "options": {},
                 "out": str(out.absolute()),
             },
@@ -191,12 +188,12 @@ def calibrated(graph: Path, component: str, folder: Path) -> Path:
     from trtdiff.calibrate.feeds import calibrate_feeds
     from trtdiff.lowered import read_graph
 
-    path = folder / "calibrations" / f"{graph.parent.name}-{component}.json"
+    path = folder / "calibrations" / f"{graph.parent.name}.json"
     if path.exists():
         return path
     print(f"calibrating {graph} on noise …", file=sys.stderr)
     random = np.random.default_rng(0)
-    dims = {"batch": 1, "tokens": 77, "height": 128, "width": 128, "height/8": 16, "width/8": 16}
+    dims = {"batch": 1, "tokens": 77, "context": 77, "height": 128, "width": 128, "height/8": 16, "width/8": 16}
     feeds = {
         str(value.name): random.normal(size=[
             dim if isinstance(dim, int) else dims[str(dim.value)] for dim in value.shape
@@ -222,57 +219,15 @@ def weight_bytes(graph: Path) -> int:
 # --- exports ---------------------------------------------------------------------------------------------------------
 
 
-def make_export(name: str, folder: Path) -> None:
-    """Make one of the exports that are not there yet, each in a process of its own."""
-    out = folder / "exports" / name
-    if any(out.glob("*.onnx")):
+def make_export(case: str, folder: Path) -> None:
+    """Make an export that is not there yet, in a process of its own."""
+    if any((folder / "exports" / case).glob("*.onnx")):
         return
-    print(f"exporting {name} …", file=sys.stderr)
-    if name in {"sd15", "sdxl-unet"}:
-        script = Path(__file__).with_name("bench_export.py")
-        subprocess.run([sys.executable, str(script), "--only", name, "--folder", str(folder)], check=True, stdout=2)
-    else:
-        make_checkpoint(folder / name, {"text_encoder": TEXT if name == "sdxl-text" else TEXT_2})
-        subprocess.run([sys.executable, __file__, "--child", str(folder / name), str(out)], check=True)
-
-
-def export_text_encoder(checkpoint: Path, out: Path) -> None:
-    """Export one of SDXL's text encoders: it gives the hidden states before its last layer, and the pooled ones."""
-    import torch
-    from transformers import CLIPTextConfig, CLIPTextModel
-
-    from trtdiff.checkpoint import Checkpoint
-    from trtdiff.export.export import export_components
-    from trtdiff.families.base import ComponentSpec
-    from trtdiff.types import TensorSpec
-
-    class TextEncoder(torch.nn.Module):
-        def __init__(self, config: Any) -> None:
-            super().__init__()
-            self.text_encoder = CLIPTextModel(CLIPTextConfig(**config))
-
-        def forward(self, input_ids: Any) -> Any:
-            found = self.text_encoder(input_ids, output_hidden_states=True)
-            return found.hidden_states[-2], found.pooler_output
-
-    opened = Checkpoint.open(str(checkpoint))
-    width = opened.configs["text_encoder"]["hidden_size"]
-    spec = ComponentSpec(
-        name="text_encoder",
-        folder="text_encoder",
-        inputs=(TensorSpec("input_ids", "int64", ("batch", "tokens")),),
-        outputs=(
-            TensorSpec("encoder_hidden_states", "float32", ("batch", "tokens", width)),
-            TensorSpec("text_embeds", "float32", ("batch", width)),
-        ),
-        build=TextEncoder,
-        prefix="text_encoder",
-    )
-    out.mkdir(parents=True, exist_ok=True)
-    for _ in export_components(
-        [spec], opened.configs["text_encoder"], opened.tensors("text_encoder"), out, dtype="stored", check=False
-    ):
-        pass
+    print(f"exporting {case} …", file=sys.stderr)
+    name, _, component = case.partition("-")
+    script = str(Path(__file__).with_name("bench_export.py"))
+    command = [sys.executable, script, "--only", name, "--components", component, "--folder", str(folder)]
+    subprocess.run(command, check=True, stdout=2)
 
 
 def main() -> None:
@@ -281,18 +236,14 @@ def main() -> None:
     parser.add_argument("--precision", choices=PRECISIONS, action="append")
     parser.add_argument("--folder", type=Path, default=Path("build/bench_export"))
     parser.add_argument("--json", action="store_true", help="print one object a line")
-    parser.add_argument("--child", type=Path, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.child:
-        export_text_encoder(*arguments.child)
-        return
     if not arguments.json:
         print(
             f"{'':33} {'wall s':>7} {'cpu s':>7} {'weights':>8} {'peak GB':>8} {'own':>6} {'mapped':>6} {'ratio':>6} "
             f"{'plan GB':>8} {'8 bits':>7}"
         )
     for case in arguments.only or CASES:
-        make_export(CASES[case][0], arguments.folder)
+        make_export(case, arguments.folder)
         for precision in arguments.precision or ("fp16", "bf16"):
             found = measure(case, precision, arguments.folder)
             if arguments.json:
