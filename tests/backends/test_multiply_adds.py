@@ -93,7 +93,7 @@ def test_nodes_of_one_name_are_counted_together():
 
 
 def test_every_product_of_an_exported_pipeline_is_counted(tiny_bundle):
-    sizes = {"batch": 2, "height": 64, "width": 64, "tokens": 16}
+    sizes = {"batch": 2, "height": 64, "width": 64, "tokens": 16, "context": 16}
     graphs = sorted((tiny_bundle.parent.parent / "exports/tiny").glob("*.onnx"))
     assert len(graphs) == 4
     for path in graphs:
