@@ -1,5 +1,6 @@
 """Every family in every mode against the diffusers pipeline itself: same seeds, so same latents and same pictures."""
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,7 +149,10 @@ class Asked:
         import torch
 
         name = self.case.pipeline or "DiffusionPipeline"
-        pipeline = getattr(diffusers, name).from_pretrained(folder / "checkpoint", torch_dtype=torch.float32)
+        index = json.loads((folder / "checkpoint/model_index.json").read_text())
+        absent = {part: None for part, value in index.items() if value == [None, None]}
+        load = getattr(diffusers, name).from_pretrained
+        pipeline = load(folder / "checkpoint", torch_dtype=torch.float32, **absent)
         pipeline.set_progress_bar_config(disable=True)
         if self.scheduler is not None:
             from trtdiff.export.schedulers import make_scheduler
