@@ -158,8 +158,22 @@ def _translations() -> dict[Any, Any]:
         axes: Any = op.Constant(value_ints=[dim])
         return op.Squeeze(x, axes) if x.shape[dim] == 1 else op.Identity(x)
 
+    def to_device(x: Any, device: Any, dtype: int) -> Any:  # noqa: ARG001 - a graph has no devices
+        return op.Cast(x, to=dtype)
+
+    def to_layout(x: Any, dtype: int, layout: Any = None, device: Any = None) -> Any:  # noqa: ARG001 - nor layouts
+        return op.Cast(x, to=dtype)
+
+    def split(x: Any, split_size: int, dim: int = 0) -> Any:
+        """Give tensors, not a sequence of them, which compilers do not take."""
+        return op.Split(x, axis=dim, num_outputs=-(-x.shape[dim] // split_size))
+
     aten = torch.ops.aten
-    return {aten.to.dtype: to_dtype, aten.dropout.default: dropout, aten.squeeze.dim: squeeze}
+    return {
+        aten.to.dtype: to_dtype, aten.to.device: to_device, aten.dropout.default: dropout, aten.squeeze.dim: squeeze,
+        aten.to.dtype_layout: to_layout,
+        aten.split.Tensor: split,
+    }  # fmt: skip
 
 
 # --- saying what went wrong ------------------------------------------------------------------------------------------

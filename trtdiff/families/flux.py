@@ -184,7 +184,7 @@ def _denoiser(config: Config) -> "torch.nn.Module":
             for axis, size in enumerate(config.get("axes_dims_rope", (16, 56, 56))):
                 exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
                 rates = (THETA**-exponents).to(torch.float32)
-                angles.append(torch.outer(ids[:, axis], rates).repeat_interleave(2, dim=1))
+                angles.append((ids[:, axis, None] * rates).repeat_interleave(2, dim=1))
             every = torch.cat(angles, dim=1)
             return every.cos(), every.sin()
 

@@ -17,10 +17,17 @@ if TYPE_CHECKING:
 TOKENS = "long_tokens"
 PAD = "<pad>"
 KEEP_HIGH = dict.fromkeys(
-    ("*.encoder.block.*.layer.?", "*.layer_norm", "*.final_layer_norm", "*.DenseReluDense.wo"),
+    (
+        "encoder.block.*.layer.?",
+        "*.layer_norm",
+        "encoder.final_layer_norm",
+        "*.DenseReluDense",
+        "*.DenseReluDense.wo",
+    ),
     "T5 was trained in bfloat16: its residual stream leaves float16, and the picture is black",
 )
-"""The residual stream, and what reads and writes it. transformers keeps `wo` in float32 for the same reason."""
+"""The residual stream, and what reads and writes it; the product of gate and value, which is large too. transformers
+keeps `wo` in float32 for the same reason."""
 
 
 def token_facts(configs: Mapping[str, Config], tokenizer: str, limit: int) -> TokenFacts:

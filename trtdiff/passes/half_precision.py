@@ -154,8 +154,13 @@ class _Typing:
         return ir.Tensor(self._fitting(array, where), dtype=self._half)
 
     def _fitting(self, array: Array, where: str) -> Array:
-        """Round to half precision; a number beyond its range is an error, an infinity (a mask) is not."""
+        """Round to half precision; a number beyond its range is an error, an infinity (a mask) is not.
+
+        Float32's own end is not either: in a mask it stands for the lowest number there is, and becomes the type's.
+        """
         single = array.astype(np.float32)
+        ends = np.abs(single) == np.finfo(np.float32).max
+        single = np.where(ends, np.copysign(np.float32(LIMITS[self._dtype].largest), single), single)
         finite = np.abs(single[np.isfinite(single)])
         largest = float(finite.max(initial=0))
         end = LIMITS[self._dtype].largest

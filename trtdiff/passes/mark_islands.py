@@ -5,7 +5,7 @@
    it stay. It cannot, where twice its largest magnitude is beyond the type's end (the factor is room for prompts that
    were not measured), or where its root mean square is so small that rounding loses it (`Limits.least_rms`).
    Operators that only move numbers hand this on, forwards and backwards, to where a measurement says otherwise. An
-   infinite magnitude is a mask's minus infinity, which both types have.
+   infinite magnitude is a mask's minus infinity, which both types have; float32's own end is a mask too.
 3. A constant in the graph with elements that rounding makes 0, as the 1e-8 that keeps a divisor from 0, is read in
    float32, and so is what is made of it; of weights only those are that are lost as a whole, by their root mean square.
    (Not those that are only added: if they matter, the sum was measured to be small.) The epsilon of a normalization is
@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from math import isinf, isnan
+from math import isnan
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 HEADROOM = 2.0
 """How many times what was measured must fit."""
+MASKS = 3.4e38
+"""Magnitudes from here on, which no model computes with, hide something from attention."""
 CHEAP = frozenset({
     "Abs", "Add", "Clip", "Div", "Erf", "Exp", "Gelu", "LeakyRelu", "Max", "Min", "Mul", "Neg", "Pow", "Reciprocal",
     "Relu", "Sigmoid", "Silu", "Softplus", "Sqrt", "Sub", "Swish", "Tanh",
@@ -199,7 +201,7 @@ def _reason(name: str, measured: ValueRange, dtype: Half) -> str:
     if isnan(measured.amax) or isnan(measured.rms):
         raise BuildError("the model computes NaN already in float32", where=f"scanned ranges, value {name}",
                          hint="run the check in fp32 to see where it begins")  # fmt: skip
-    if isinf(measured.amax):
+    if measured.amax >= MASKS:
         return ""
     if HEADROOM * measured.amax > limits.largest:
         return f"{name} reaches {measured.amax:.2g}; {dtype} ends at {limits.largest:.5g}"

@@ -8,6 +8,7 @@ from trtdiff.passes.drop_noops import drop_noops
 from trtdiff.passes.fold_constants import fold_constants
 from trtdiff.passes.gather_constants import gather_constants
 from trtdiff.passes.merge_equal import merge_equal
+from trtdiff.passes.narrow_float64 import narrow_float64
 from trtdiff.passes.remove_unused import remove_unused
 from trtdiff.passes.straighten_shapes import straighten_shapes
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 SIMPLIFY: tuple[Pass, ...] = (
     gather_constants,
     fold_constants,
+    narrow_float64,
     straighten_shapes,
     drop_noops,
     drop_neutral,
