@@ -57,6 +57,7 @@ from trtdiff.digest import digest
 from trtdiff.errors import ArtefactError
 from trtdiff.estimate import float32_weights
 from trtdiff.export.manifest import EXPORT_FILE, EXPORT_SCHEMA, ExportManifest
+from trtdiff.families import family
 from trtdiff.machine import installed
 from trtdiff.passes.eight_bits import EightBits
 from trtdiff.recipes.quantization import Method
@@ -231,10 +232,11 @@ class Calibration:
     def _good_steps(self, bands: Sequence[tuple[int, int]]) -> list[int]:
         """Find step counts, up to 100, that reach every band: by asking the scheduler itself."""
         from trtdiff.calibrate.samples import band_of
-        from trtdiff.export.schedule_call import StableDiffusionCall
         from trtdiff.export.schedulers import MAX_STEPS, make_scheduler
 
-        call, good = StableDiffusionCall(), []
+        facts = self._manifest.facts
+        size = (self._settings.height, self._settings.width)
+        call, good = family(self._manifest.family).schedule_call(facts.image_tokens(*size)), []
         for steps in range(1, MAX_STEPS + 1):
             scheduler = make_scheduler(self._manifest.scheduler, call=call)
             try:

@@ -13,7 +13,7 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -168,11 +168,28 @@ def _translations() -> dict[Any, Any]:
         """Give tensors, not a sequence of them, which compilers do not take."""
         return op.Split(x, axis=dim, num_outputs=-(-x.shape[dim] // split_size))
 
+    def split_with_sizes(x: Any, split_sizes: Sequence[Any], dim: int = 0) -> Any:
+        """Cut by slices: sizes may be dynamic, and a `Split` into them would be a sequence."""
+        first: Any = op.Constant(value_ints=[-1])
+        sizes = [
+            op.Reshape(size, first) if hasattr(size, "shape") else op.Constant(value_ints=[size])
+            for size in split_sizes
+        ]
+        axis: Any = op.Constant(value_ints=[dim])
+        begin: Any = op.Constant(value_ints=[0])
+        parts = []
+        for size in sizes:
+            end: Any = op.Add(begin, size)
+            parts.append(op.Slice(x, begin, end, axis))
+            begin = end
+        return tuple(parts)
+
     aten = torch.ops.aten
     return {
         aten.to.dtype: to_dtype, aten.to.device: to_device, aten.dropout.default: dropout, aten.squeeze.dim: squeeze,
         aten.to.dtype_layout: to_layout,
         aten.split.Tensor: split,
+        aten.split_with_sizes.default: split_with_sizes,
     }  # fmt: skip
 
 
