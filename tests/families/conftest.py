@@ -1,7 +1,6 @@
 """Every kind of tiny checkpoint, exported and built once for all test processes."""
 
 import importlib.util
-import json
 from functools import partial
 from pathlib import Path
 
@@ -28,28 +27,12 @@ TINY = _tiny()
 KINDS = tuple(TINY.KINDS)
 
 
-TRACED = {}
-"""Traces of this process: a graph depends on configs and not on weights, and many kinds share a VAE or an encoder."""
-
-
-def remembered(trace):
-    def traced(spec, config):
-        known = {name: value for name, value in config.items() if not name.startswith("_")}
-        key = json.dumps([spec.name, str(spec.inputs), str(spec.outputs), known], sort_keys=True, default=str)
-        if key not in TRACED:
-            TRACED[key] = trace(spec, config)
-        return TRACED[key].clone()
-
-    return traced
-
-
 def build(kind: str, folder: Path) -> None:
     """Export and build in this process, for few steps and sizes."""
     from trtdiff import build as builder
     from trtdiff import worker
     from trtdiff.checkpoint import Checkpoint
     from trtdiff.export import schedulers
-    from trtdiff.export import trace as tracing
     from trtdiff.export.export import export_checkpoint
     from trtdiff.lowering import named
     from trtdiff.plan import make_plan
@@ -60,7 +43,6 @@ def build(kind: str, folder: Path) -> None:
 
     opened = Checkpoint.open(str(folder / "checkpoint"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracing, "trace", remembered(tracing.trace))
         exported = export_checkpoint(opened, folder / "export")
         patch.setattr(worker, "run", in_this_process)
         patch.setattr(schedulers, "compile_samplers", partial(schedulers.compile_samplers, steps=STEPS))

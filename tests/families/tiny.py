@@ -260,7 +260,7 @@ def _flux(folder: Path, *, guided: bool, **schedule: Any) -> Any:
 
 def flux_dev(folder: Path) -> Any:
     """FLUX.1 dev: embedded guidance, a schedule that shifts with the picture's size."""
-    return _flux(folder, guided=True, shift=3.0, use_dynamic_shifting=True, base_image_seq_len=4, max_image_seq_len=64)
+    return _flux(folder, guided=True, shift=3.0, use_dynamic_shifting=True)
 
 
 def flux_schnell(folder: Path) -> Any:
