@@ -1,0 +1,125 @@
+"""Checkpoints whose parts do not fit each other are refused before anything is traced, by the names of both fields."""
+
+import copy
+
+import pytest
+
+from trtdiff.errors import CheckpointError
+from trtdiff.families import FAMILIES, family, family_of_pipeline
+
+VAE = {"latent_channels": 4, "block_out_channels": [8, 8, 8, 8], "scaling_factor": 0.5}
+VAE_16 = {**VAE, "latent_channels": 16}
+CLIP = {
+    "hidden_size": 16,
+    "max_position_embeddings": 77,
+    "vocab_size": 64,
+    "num_hidden_layers": 4,
+    "projection_dim": 24,
+}
+T5 = {"d_model": 48, "vocab_size": 64}
+TOKENIZER = {"pad_token": "!"}
+CONFIGS = {
+    "stable-diffusion": {
+        "model_index": {}, "vae": VAE, "text_encoder": CLIP, "tokenizer": TOKENIZER,
+        "unet": {"in_channels": 4, "sample_size": 8, "cross_attention_dim": 16},
+    },
+    "stable-diffusion-xl": {
+        "model_index": {}, "vae": VAE, "text_encoder": CLIP, "text_encoder_2": dict(CLIP), "tokenizer": TOKENIZER,
+        "tokenizer_2": TOKENIZER,
+        "unet": {
+            "in_channels": 4, "sample_size": 8, "cross_attention_dim": 32, "addition_embed_type": "text_time",
+            "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 72,
+        },
+    },
+    "stable-diffusion-3": {
+        "model_index": {}, "vae": VAE_16, "text_encoder": CLIP, "text_encoder_2": dict(CLIP), "text_encoder_3": T5,
+        "tokenizer": TOKENIZER, "tokenizer_2": TOKENIZER, "tokenizer_3": {},
+        "transformer": {
+            "in_channels": 16, "sample_size": 8, "patch_size": 2, "joint_attention_dim": 48,
+            "pooled_projection_dim": 48, "pos_embed_max_size": 24,
+        },
+    },
+    "flux": {
+        "model_index": {}, "vae": VAE_16, "text_encoder": CLIP, "text_encoder_2": T5, "tokenizer": TOKENIZER,
+        "tokenizer_2": {},
+        "transformer": {"in_channels": 64, "joint_attention_dim": 48, "pooled_projection_dim": 16},
+    },
+    "pixart": {
+        "model_index": {}, "vae": VAE, "text_encoder": T5, "tokenizer": {},
+        "transformer": {"in_channels": 4, "sample_size": 32, "patch_size": 2, "caption_channels": 48},
+    },
+}  # fmt: skip
+"""The fields that each family reads, small; what is changed below is one of them."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_configs_that_are_broken_below_are_whole(name):
+    facts = family(name).facts(CONFIGS[name])
+    assert {spec.name for spec in family(name).components(CONFIGS[name])} >= {"denoiser", "vae_decoder"}
+    assert facts.lengths["context"] >= 16
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "field", "value", "said", "where"),
+    [
+        ("stable-diffusion", "unet", "cross_attention_dim", 24, "width 24, the text encoder has 16",
+         "unet/config.json: cross_attention_dim, text_encoder/config.json: hidden_size"),
+        ("stable-diffusion", "unet", "in_channels", 5, "takes 5 channels, the VAE makes 4", "unet/config.json"),
+        ("stable-diffusion", "vae", "latent_channels", 16, "takes 4 channels, the VAE makes 16", "unet/config.json"),
+        ("stable-diffusion", "unet", "sample_size", "64", "native size is '64'", "unet/config.json: sample_size"),
+        ("stable-diffusion", "unet", "sample_size", [8, 0], r"native size is \[8, 0\]",
+         "unet/config.json: sample_size"),
+        ("stable-diffusion-xl", "text_encoder_2", "hidden_size", 20, r"width 32, the text encoders have 16 \+ 20",
+         "text_encoder_2/config.json: hidden_size"),
+        ("stable-diffusion-xl", "text_encoder_2", "projection_dim", 40, "have 72 numbers: 40 are the pooled text's",
+         "projection_class_embeddings_input_dim"),
+        ("stable-diffusion-xl", "unet", "addition_embed_type", "image", "'image', not 'text_time'",
+         "unet/config.json: addition_embed_type"),
+        ("stable-diffusion-xl", "unet", "in_channels", 8, "takes 8 channels", "unet/config.json: in_channels"),
+        ("stable-diffusion-3", "text_encoder_3", "d_model", 64, "64 of T5", "joint_attention_dim"),
+        ("stable-diffusion-3", "text_encoder", "projection_dim", 8, "32 pooled", "pooled_projection_dim"),
+        ("stable-diffusion-3", "vae", "latent_channels", 4, "takes 16 channels, the VAE makes 4",
+         "transformer/config.json: in_channels, vae/config.json: latent_channels"),
+        ("flux", "text_encoder_2", "d_model", 32, "T5 has 32", "joint_attention_dim"),
+        ("flux", "text_encoder", "hidden_size", 24, "CLIP 24", "pooled_projection_dim"),
+        ("flux", "transformer", "in_channels", 384, "tokens of 384 numbers", "transformer/config.json: in_channels"),
+        ("pixart", "text_encoder", "d_model", 64, "captions of width 48, T5 has 64", "caption_channels"),
+        ("pixart", "vae", "latent_channels", 8, "the VAE makes 8", "in_channels"),
+    ],
+)  # fmt: skip
+def test_components_that_disagree_are_refused(name, folder, field, value, said, where):
+    configs = copy.deepcopy(CONFIGS[name])
+    configs[folder][field] = value
+    with pytest.raises(CheckpointError, match=said) as caught:
+        family(name).components(configs)
+    assert where in caught.value.where
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("pipeline", ["KolorsPipeline", "FluxFillPipeline", "", "StableDiffusionDepth2ImgPipeline"])
+def test_an_unknown_pipeline_is_refused_with_those_that_are_known(pipeline):
+    with pytest.raises(CheckpointError, match=f"{pipeline!r} is not known") as caught:
+        family_of_pipeline(pipeline, where="model_index.json: _class_name")
+    assert caught.value.where == "model_index.json: _class_name"
+    for known in ("StableDiffusionXLPipeline", "FluxPipeline", "PixArtAlphaPipeline", "StableDiffusion3Pipeline"):
+        assert known in caught.value.hint
+
+
+def test_a_refiner_is_what_lacks_the_first_text_encoder():
+    configs = copy.deepcopy(CONFIGS["stable-diffusion-xl"])
+    del configs["text_encoder"], configs["tokenizer"]
+    configs["unet"] |= {"cross_attention_dim": 16, "projection_class_embeddings_input_dim": 5 * 8 + 24}
+    facts = family("stable-diffusion-xl").facts(configs)
+    assert list(facts.tokens) == ["tokenizer_2"]
+    assert facts.conditions[-1].dims == ("batch", 5)
+
+
+def test_largest_sides_follow_from_stored_positions():
+    facts = family("stable-diffusion-3").facts(CONFIGS["stable-diffusion-3"])
+    assert facts.largest == 24 * 2 * 8
+    assert family("stable-diffusion-3").profile(facts).dims["height"].max == 128
+    configs = copy.deepcopy(CONFIGS["stable-diffusion-3"])
+    configs["transformer"]["sample_size"] = 16
+    assert family("stable-diffusion-3").profile(family("stable-diffusion-3").facts(configs)).dims["height"].max == 256
+    configs["transformer"]["sample_size"] = 40
+    assert family("stable-diffusion-3").profile(family("stable-diffusion-3").facts(configs)).dims["height"].max == 384
