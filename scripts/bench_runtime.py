@@ -63,7 +63,7 @@ def build(folder: Path, work: int, *, prologue: bool) -> Any:
 
     model = ir.serde.deserialize_model(onnx.parser.parse_model(network(work)))
     if prologue:
-        denoiser_prologue(model)
+        denoiser_prologue(model, mask="yes")
     folder.mkdir()
     ir.save(model, folder / "model.onnx")
     return backend("onnxruntime").load(folder, threads=1)
