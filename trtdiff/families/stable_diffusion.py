@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 
 class StableDiffusion(ModelFamily):
-    """ε or v prediction (the scheduler's table knows which), inpainting UNets, LCM and turbo among them."""
+    """ε or v prediction (the scheduler's table knows which), inpainting UNets, LCM and turbo among them.
+
+    Image-to-image of a latent consistency model goes as StableDiffusionImg2ImgPipeline does it, skipping steps; the
+    pipeline of LCM itself in diffusers spreads all steps over what the strength leaves instead.
+    """
 
     name = "stable-diffusion"
     pipelines = (
