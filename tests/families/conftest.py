@@ -13,7 +13,7 @@ SCHEDULERS = {
     "sdxl": ("euler", "dpmpp_2m"),
     "sdxl-refiner": ("euler", "dpmpp_2m"),
 }
-PROFILES = {"turbo": "branches=1", "sdxl": "context=16:16:48"}
+PROFILES = {"sdxl": "context=16:16:48"}
 
 
 def _tiny():
@@ -27,33 +27,48 @@ TINY = _tiny()
 KINDS = tuple(TINY.KINDS)
 
 
-def build(kind: str, folder: Path) -> None:
-    """Export and build in this process, for few steps and sizes."""
+def compile_export(export: Path, out: Path, *, schedulers: tuple[str, ...] = (), profile: str = "") -> None:
+    """Build an export in this process, for few steps and sizes."""
     from trtdiff import build as builder
     from trtdiff import worker
-    from trtdiff.checkpoint import Checkpoint
-    from trtdiff.export import schedulers
-    from trtdiff.export.export import export_checkpoint
+    from trtdiff.export import schedulers as compiled
+    from trtdiff.export.manifest import EXPORT_FILE, EXPORT_SCHEMA, ExportManifest
     from trtdiff.lowering import named
     from trtdiff.plan import make_plan
+    from trtdiff.records import read_record
     from trtdiff.store import Store
 
     def in_this_process(task, arguments, **_):
         return worker.Outcome(named(task)(**arguments, progress=lambda done, total: None), 0.0, 0)
 
-    opened = Checkpoint.open(str(folder / "checkpoint"))
+    manifest = read_record(export / EXPORT_FILE, ExportManifest, schema=EXPORT_SCHEMA)
+    step = manifest.facts.sizes_multiple_of
+    sizes = f"{2 * step}:{4 * step}:{8 * step}"
     with pytest.MonkeyPatch.context() as patch:
-        exported = export_checkpoint(opened, folder / "export")
         patch.setattr(worker, "run", in_this_process)
-        patch.setattr(schedulers, "compile_samplers", partial(schedulers.compile_samplers, steps=STEPS))
-        step = exported.manifest.facts.sizes_multiple_of
-        sizes = f"{2 * step}:{4 * step}:{8 * step}"
+        patch.setattr(compiled, "compile_samplers", partial(compiled.compile_samplers, steps=STEPS))
         plan = make_plan(
-            exported.manifest, name=kind, precision="fp32", targets=["cpu"],
-            schedulers=("default", *SCHEDULERS.get(kind, ())),
-            profile=f"batch=1:1:4,height={sizes},width={sizes}," + PROFILES.get(kind, ""),
+            manifest, name=out.parent.name, precision="fp32", targets=["cpu"], schedulers=("default", *schedulers),
+            profile=f"batch=1:1:4,height={sizes},width={sizes},{profile}",
         )  # fmt: skip
-        builder.build(plan, exported.folder, folder / "bundle", Store(folder / "store"))
+        builder.build(plan, export, out, Store(out.parent / "store"))
+
+
+def build(kind: str, folder: Path) -> None:
+    """Export and build a kind of checkpoint."""
+    from trtdiff.checkpoint import Checkpoint
+    from trtdiff.export.export import export_checkpoint
+
+    exported = export_checkpoint(Checkpoint.open(str(folder / "checkpoint")), folder / "export")
+    compile_export(
+        exported.folder, folder / "bundle", schedulers=SCHEDULERS.get(kind, ()), profile=PROFILES.get(kind, "")
+    )
+
+
+@pytest.fixture(scope="session")
+def compiler():
+    """`compiler(export, out, profile="branches=1")` builds an export."""
+    return compile_export
 
 
 @pytest.fixture(scope="session")

@@ -39,7 +39,7 @@ def text(kind: str, name: str = "text", ours: dict | None = None, **theirs: Any)
 CLASSES = {
     "sd1": "StableDiffusion", "sd2": "StableDiffusion", "sd-inpaint": "StableDiffusion", "sdxl": "StableDiffusionXL",
     "sdxl-refiner": "StableDiffusionXL", "sd3": "StableDiffusion3", "sd35-without-t5": "StableDiffusion3",
-    "flux-dev": "Flux", "flux-schnell": "Flux", "lcm": "StableDiffusion", "turbo": "StableDiffusion",
+    "flux-dev": "Flux", "flux-schnell": "Flux", "lcm": "StableDiffusion",
 }  # fmt: skip
 
 
@@ -77,7 +77,6 @@ CASES = (
     inpaint("sd-inpaint", 1.0, NEGATIVE, negative_prompt=["blurry"] * 2),
     text("lcm", "text", {"guidance": 6.0}, guidance_scale=6.0),
     image("lcm", 0.6, ours={"guidance": 6.0}, guidance_scale=6.0),
-    text("turbo", "one step", {"steps": 1, "guidance": None}, num_inference_steps=1, guidance_scale=0.0),
     text("sdxl", "no negative prompt"),
     text("sdxl", "negative prompt", NEGATIVE, negative_prompt=["blurry"] * 2),
     text("sdxl", "empty negative prompt", {"negative": ""}, negative_prompt=[""] * 2),
@@ -103,8 +102,7 @@ CASES = (
     inpaint("flux-dev", 1.0, ours={"guidance": 2.5}, guidance_scale=2.5),
     text("flux-schnell", "text", {"guidance": 1.0}),
     image("flux-schnell", ours={"guidance": 1.0}),
-    text("pixart-256", "text", NEGATIVE, negative_prompt=["blurry"] * 2),
-    text("pixart-1024", "text", NEGATIVE, negative_prompt=["blurry"] * 2),
+    text("pixart", "text", NEGATIVE, negative_prompt=["blurry"] * 2),
 )  # fmt: skip
 
 

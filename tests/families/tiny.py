@@ -173,11 +173,6 @@ def lcm(folder: Path) -> Any:
     )  # fmt: skip
 
 
-def turbo(folder: Path) -> Any:
-    """Few steps, no guidance."""
-    return _stable_diffusion(folder, scheduler=euler(timestep_spacing="trailing", steps_offset=0))
-
-
 def _sdxl_parts(folder: Path, numbers: int, width: int, **config: Any) -> dict[str, Any]:
     tokenizer = clip_tokenizer(folder.parent / f"{folder.name}-tokenizer")
     return {
@@ -293,15 +288,13 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "sd2": sd2,
     "sd-inpaint": sd_inpaint,
     "lcm": lcm,
-    "turbo": turbo,
     "sdxl": sdxl,
     "sdxl-refiner": sdxl_refiner,
     "sd3": sd3,
     "sd35-without-t5": sd35_without_t5,
     "flux-dev": flux_dev,
     "flux-schnell": flux_schnell,
-    "pixart-256": _pixart(32),
-    "pixart-1024": _pixart(128),
+    "pixart": _pixart(128),
 }
 """Kind of checkpoint → what makes its pipeline."""
 
