@@ -2,17 +2,47 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+import tiny
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory) -> Path:
+    """A folder of all test processes."""
+    root = tmp_path_factory.getbasetemp()
+    return root.parent if root.name.startswith("popen") else root
+
+
+@pytest.fixture(scope="session")
+def new_cache(tmp_path_factory, shared_folder):
+    """`new_cache()` makes a cache folder; graphs, which are the costliest to make, are those of all tests."""
+    graphs = shared_folder / "graphs"
+    graphs.mkdir(exist_ok=True)
+
+    def make() -> str:
+        folder = tmp_path_factory.mktemp("cache")
+        (folder / "graphs").symlink_to(graphs)
+        return str(folder)
+
+    return make
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_session_fixtures(new_cache):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRTDIFF_CACHE", new_cache())
+        yield
 
 
 @pytest.fixture(autouse=True)
-def own_digest_memo(tmp_path_factory, monkeypatch):
+def own_cache(new_cache, monkeypatch):
     """Every test remembers digests in a folder of its own."""
-    monkeypatch.setenv("TRTDIFF_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setenv("TRTDIFF_CACHE", new_cache())
 
 
 GRAPHS = {
@@ -146,127 +176,50 @@ def export_maker():
 
 # --- a whole pipeline, random and tiny, made by the real tools --------------------------------------------------------
 
-WORDS = (
-    "a", "an", "the", "red", "green", "blue", "small", "large", "photo", "picture", "of", "on", "in", "with", "cat",
-    "dog", "house", "tree", "ship", "seven", "three",
-)  # fmt: skip
-
-
-def write_tokenizer(folder: Path) -> int:
-    """Write a CLIP tokenizer over a few words: byte pairs that build them letter by letter. Gives its size."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    letters = sorted(ByteLevel.alphabet())
-    vocabulary = [*letters, *(letter + "</w>" for letter in letters)]
-    merges = []
-    for word in WORDS:
-        left = word[0]
-        for position, letter in enumerate(word[1:], start=1):
-            right = letter + "</w>" if position == len(word) - 1 else letter
-            if (pair := f"{left} {right}") not in merges:
-                merges.append(pair)
-            left += right
-            if left not in vocabulary:
-                vocabulary.append(left)
-    vocabulary += ["<|startoftext|>", "<|endoftext|>"]
-    folder.mkdir(parents=True)
-    (folder / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(vocabulary)}))
-    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
-    return len(vocabulary)
-
-
-def make_tiny_checkpoint(folder: Path) -> Path:
-    """Save a random Stable Diffusion pipeline with diffusers' own classes: 3 UNet levels, 4 VAE levels, 64 pixels."""
-    import torch
-    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
-
-    size = write_tokenizer(folder.parent / "tokenizer-parts")
-    tokenizer = CLIPTokenizer.from_pretrained(folder.parent / "tokenizer-parts", model_max_length=16)
-    torch.manual_seed(0)
-    unet = UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(32, 48, 64),
-        layers_per_block=1,
-        norm_num_groups=16,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=32,
-        attention_head_dim=(2, 3, 4),  # heads, in spite of the name: 16 channels each
-    )
-    vae = AutoencoderKL(
-        block_out_channels=(16, 32, 32, 32),
-        layers_per_block=1,
-        norm_num_groups=16,
-        latent_channels=4,
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        sample_size=64,
-    )
-    text_encoder = CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=size,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=16,
-            bos_token_id=size - 2,
-            eos_token_id=size - 1,
-            pad_token_id=size - 1,
-        )
-    )
-    StableDiffusionPipeline(
-        vae=vae,
-        text_encoder=text_encoder,
-        tokenizer=tokenizer,
-        unet=unet,
-        scheduler=DDIMScheduler(
-            beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False,
-            set_alpha_to_one=False, steps_offset=1,
-        ),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    ).save_pretrained(folder)  # fmt: skip
-    return folder
-
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory):
     """A random Stable Diffusion checkpoint that exports, compiles and runs in seconds."""
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny")
+    return tiny.make("sd1", tmp_path_factory.mktemp("checkpoints") / "tiny")
 
 
 TINY_SCHEDULERS = ("ddim", "euler", "euler_a", "dpmpp_2m")
 TINY_STEPS = (1, 2, 6)
 
 
-def make_tiny_bundle(checkpoint: Path, folder: Path, dtype: str = "stored") -> Path:
-    """Export and build a checkpoint in this process: 1 to 4 images, 32 to 96 pixels, few schedulers and steps."""
-    from functools import partial
-
+def compile_export(export: Path, out: Path, *, schedulers: tuple[str, ...], steps: tuple[int, ...], profile: str):
+    """Build an export for ONNX Runtime in this process."""
     from trtdiff import build, worker
-    from trtdiff.checkpoint import Checkpoint
-    from trtdiff.export import schedulers
-    from trtdiff.export.export import export_checkpoint
+    from trtdiff.export import schedulers as compiled
+    from trtdiff.export.manifest import EXPORT_FILE, EXPORT_SCHEMA, ExportManifest
     from trtdiff.lowering import named
     from trtdiff.plan import make_plan
+    from trtdiff.records import read_record
     from trtdiff.store import Store
 
     def in_this_process(task, arguments, **_):
         return worker.Outcome(named(task)(**arguments, progress=lambda done, total: None), 0.0, 0)
 
-    opened = Checkpoint.open(str(checkpoint))
-    exported = export_checkpoint(opened, folder / "exports/tiny", dtype=dtype, check=False)
+    manifest = read_record(export / EXPORT_FILE, ExportManifest, schema=EXPORT_SCHEMA)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "run", in_this_process)
-        patch.setattr(schedulers, "compile_samplers", partial(schedulers.compile_samplers, steps=TINY_STEPS))
+        patch.setattr(compiled, "compile_samplers", partial(compiled.compile_samplers, steps=steps))
         plan = make_plan(
-            exported.manifest, name="tiny", precision="fp32", targets=["cpu"], schedulers=TINY_SCHEDULERS,
-            profile="batch=1:1:4,height=32:64:96,width=32:64:96",
-        )  # fmt: skip
-        build.build(plan, exported.folder, folder / "engines/tiny", Store(folder / "store"))
+            manifest, name=out.name, precision="fp32", targets=["cpu"], schedulers=schedulers, profile=profile
+        )
+        build.build(plan, export, out, Store(out.parent / "store"))
+
+
+def make_tiny_bundle(checkpoint: Path, folder: Path, dtype: str = "stored") -> Path:
+    """Export and build a checkpoint in this process: 1 to 4 images, 32 to 96 pixels."""
+    from trtdiff.checkpoint import Checkpoint
+    from trtdiff.export.export import export_checkpoint
+
+    exported = export_checkpoint(
+        Checkpoint.open(str(checkpoint)), folder / "exports/tiny", dtype=dtype, check=False
+    ).folder
+    profile = "batch=1:1:4,height=32:64:96,width=32:64:96"
+    compile_export(exported, folder / "engines/tiny", schedulers=TINY_SCHEDULERS, steps=TINY_STEPS, profile=profile)
     return folder / "engines/tiny"
 
 
@@ -280,6 +233,12 @@ def tiny_bundle(tiny_checkpoint, tmp_path_factory):
 def bundle_maker():
     """`bundle_maker(checkpoint, folder, dtype="float16")` exports and builds a checkpoint into the folder."""
     return make_tiny_bundle
+
+
+@pytest.fixture(scope="session")
+def compiler():
+    """`compiler(export, out, schedulers=…, steps=…, profile=…)` builds an export."""
+    return compile_export
 
 
 @pytest.fixture

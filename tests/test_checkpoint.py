@@ -29,11 +29,6 @@ INDEX = {
 UNET = {"conv.weight": np.float32([[1, 2]]), "conv.bias": np.float32([3])}
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRTDIFF_CACHE", str(tmp_path / "cache"))
-
-
 def write_json(path, value):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value))

@@ -14,7 +14,7 @@ from trtdiff.backends.blame import Noting
 from trtdiff.bundle import BUNDLE_FILE, Bundle, BundleManifest
 from trtdiff.errors import ArtefactError, MissingDependency, TrtdiffError, UsageError
 from trtdiff.families import family
-from trtdiff.families.base import PLAIN, TextOptions
+from trtdiff.families.base import PLAIN, Reading, TextOptions
 from trtdiff.loop import DenoisingLoop, check_finite
 from trtdiff.machine import usable_cores
 from trtdiff.receipt import EngineUse
@@ -131,7 +131,7 @@ class Engines:
         """
         noting = {name: Noting(session) for name, session in self._sessions.items()}
         texts = [prompt] * self.least_batch
-        encoded = self.family.encode(texts, self.manifest.facts, self.tokenizers, noting, how)
+        encoded = self.family.encode(texts, Reading(self.manifest.facts, self.tokenizers, noting, how))
 
         def blame() -> str:
             told = {name: session.first_non_finite() for name, session in noting.items()}

@@ -105,7 +105,6 @@ def half_bundle(request, overflowing, tmp_path_factory):
         return worker.Outcome(named(task)(**arguments, progress=lambda done, total: None), 0.0, 0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRTDIFF_CACHE", str(folder / "cache"))
         patch.setattr(worker, "run", in_this_process)
         real = schedulers.compile_samplers
         patch.setattr(schedulers, "compile_samplers", lambda *args, **kwargs: real(*args, **{"steps": [2], **kwargs}))

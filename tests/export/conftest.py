@@ -12,9 +12,7 @@ def tiny_export(tiny_checkpoint, tmp_path_factory):
     from trtdiff.checkpoint import Checkpoint
     from trtdiff.export.export import export_checkpoint
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRTDIFF_CACHE", str(tmp_path_factory.mktemp("digests")))
-        return export_checkpoint(Checkpoint.open(str(tiny_checkpoint)), tmp_path_factory.mktemp("exports") / "tiny")
+    return export_checkpoint(Checkpoint.open(str(tiny_checkpoint)), tmp_path_factory.mktemp("exports") / "tiny")
 
 
 @pytest.fixture

@@ -185,7 +185,7 @@ def in_new_process(*arguments, **environment):
 
 def test_another_process_writes_the_same_bytes(tiny_export, tiny_checkpoint, tmp_path):
     arguments = (tiny_checkpoint, "-o", tmp_path / "again", "--components", "text_encoder", "--no-check", "--json")
-    first = in_new_process(*arguments, PYTHONHASHSEED="7")
+    first = in_new_process(*arguments, PYTHONHASHSEED="7", TRTDIFF_CACHE=tmp_path / "nothing traced before")
     assert first.returncode == 0, first.stderr
     manifest = json.loads(first.stdout)["manifest"]
     assert manifest["components"][0]["graph_sha256"] == tiny_export.manifest.components[0].graph_sha256

@@ -29,11 +29,6 @@ TENSORS = {
 NEEDED = {"conv.weight": (4, 3, 2, 2), "norm.bias": (5,)}
 
 
-@pytest.fixture(autouse=True)
-def own_memory_of_digests(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRTDIFF_CACHE", str(tmp_path / "cache"))
-
-
 @pytest.fixture
 def stored(tmp_path):
     path = tmp_path / "model.safetensors"

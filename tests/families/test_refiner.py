@@ -47,7 +47,7 @@ def test_a_refiner_finishes_what_the_base_began(at, scheduler, made):
     assert np.linalg.norm(done.latents - latents) <= LATENTS * np.linalg.norm(latents)
     made_pixels = np.stack([np.asarray(image) for image in done.images]).astype(int)
     assert np.abs(made_pixels - pixels).max() <= LEVELS
-    assert done.receipt.settings["begun"]["bundle"] == "sdxl"
+    assert done.receipt.settings["begun"]["bundle"] == first.manifest.name
     assert done.receipt.settings["begun"]["at"] == at
 
 

@@ -6,7 +6,7 @@ import pytest
 PROMPTS = ["a red cat", "small photo of a green house"]
 
 
-def test_one_step_of_an_engine_with_one_branch_is_that_of_diffusers(made, compiler, tmp_path):
+def test_one_step_of_an_engine_with_one_branch_is_that_of_diffusers(made, compile_kind, tmp_path):
     import torch
     from diffusers import EulerDiscreteScheduler, StableDiffusionPipeline
 
@@ -14,7 +14,7 @@ def test_one_step_of_an_engine_with_one_branch_is_that_of_diffusers(made, compil
     from trtdiff.errors import UsageError
 
     folder = made("sd1")
-    compiler(folder / "export", tmp_path / "bundle", schedulers=("euler",), profile="branches=1")
+    compile_kind("turbo", folder / "export", tmp_path / "bundle", profile="branches=1")
     with trtdiff.load(tmp_path / "bundle", threads=1) as ours:
         denoiser = next(spec for spec in ours._engines.session("denoiser").inputs if spec.name == "guidance")
         made_here = ours(PROMPTS, steps=1, seed=4, scheduler="euler")

@@ -17,7 +17,7 @@ from trtdiff.calibrate.settings import ScanSettings
 from trtdiff.errors import MissingDependency
 from trtdiff.export.manifest import ExportManifest
 from trtdiff.families import family
-from trtdiff.families.base import Framing, Wish
+from trtdiff.families.base import Framing, Reading, Wish
 from trtdiff.families.unet import MASK, MASKED
 from trtdiff.images import to_array, to_images
 from trtdiff.loop import Start
@@ -86,7 +86,7 @@ class Loop:
         for number, text in enumerate(self.texts):
             name, context = f"text-{number}", f"prompt {text!r}"
             self._once(name, list(sessions.values()), 0 if wanted(number) else None, context,
-                       lambda text=text: kind.encode([text], facts, tokenizers, sessions))  # type: ignore[misc] # fmt: skip
+                       lambda text=text: kind.encode([text], Reading(facts, tokenizers, sessions)))  # type: ignore[misc] # fmt: skip
 
     def denoise(self, denoiser: Opened, wanted: Wanted, *, few: bool = False) -> None:
         """Run the loop of every picture; keep its last latent, and count the samples that are wanted.

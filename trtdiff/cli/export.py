@@ -75,6 +75,8 @@ def export(
     else:
         if made.reason != "there is none":
             note(f"exported again: {made.reason or '--force'}")
+        if known := [name for name, report in made.reports.items() if not report.traced]:
+            note(f"traced before, for the same configs: {', '.join(known)}")
         _print_table(made)
 
 

@@ -1,6 +1,7 @@
 """`export_checkpoint`: a checkpoint becomes a folder of graphs that refer to its weights.
 
-    for each folder of the checkpoint:  trace its components → canonical graphs → place the weights they need, once
+    for each folder of the checkpoint:  trace its components (or know them) → canonical graphs
+                                        → place the weights they need, once
                                         → write the graphs, verify the files → compare with PyTorch
     tokenizers, configs, manifest → the folder takes its place
 
@@ -11,6 +12,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -76,6 +78,8 @@ class ComponentReport:
     weight_bytes: int
     seconds: float
     checks: "tuple[CheckPoint, ...]"
+    traced: bool = True
+    """False where its graph was known from another checkpoint of the same architecture."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,8 @@ def export_checkpoint(
     """Export a checkpoint into `out`, which appears whole or stays as it was.
 
     `dtype` is the type in which weights are stored; graphs compute in float32 whatever it is. `components` leaves
-    others out. An export that is there and is just what would be made is given back; `force` makes it anew.
+    others out. An export that is there and is just what would be made is given back; `force` makes it anew. Graphs that
+    were traced before, for another checkpoint of the same configs, are taken from the cache unless `force`.
 
     Raises UsageError for components that there are not and a folder that is not an export; CheckpointError for weights
     that do not fit; ExportError for what cannot be traced or breaks its contract; StorageError for a full disk.
@@ -128,7 +133,7 @@ def export_checkpoint(
             if there is None or force:
                 return _export(
                     checkpoint, out, family, specs,
-                    origin=origin, reason=reason, dtype=dtype, check=check, reporter=reporter,
+                    origin=origin, reason=reason, dtype=dtype, check=check, fresh=force, code=code, reporter=reporter,
                 )  # fmt: skip
     return Export(out, there, up_to_date=True)
 
@@ -143,6 +148,8 @@ def _export(
     reason: str,
     dtype: str,
     check: bool,
+    fresh: bool,
+    code: str,
     reporter: Reporter,
 ) -> Export:
     """Make it, and put it into its place."""
@@ -153,7 +160,7 @@ def _export(
             source = group[0].folder
             for spec, component, report in export_components(
                 group, checkpoint.configs[source], checkpoint.tensors(source), folder,
-                dtype=dtype, check=check, reporter=reporter,
+                dtype=dtype, check=check, code=code, fresh=fresh, reporter=reporter,
             ):  # fmt: skip
                 exported[spec.name], reports[spec.name] = component, report
         facts = family.facts(checkpoint.configs)
@@ -176,7 +183,7 @@ def _export(
             checks={name: [asdict(point) for point in report.checks] for name, report in reports.items() if check},
             versions=library_versions(),
             dtype=dtype,
-            code=export_code(family),
+            code=code,
         )
         write_record(folder / EXPORT_FILE, manifest)
     return Export(out, manifest, reports, reason=reason)
@@ -190,23 +197,31 @@ def export_components(
     *,
     dtype: str = "stored",
     check: bool = True,
+    code: str = "",
+    fresh: bool = False,
     reporter: Reporter | None = None,
 ) -> Iterable[tuple[ComponentSpec, ExportedComponent, ComponentReport]]:
-    """Export components that share one folder's config and weights into `out`; one placement serves them all."""
+    """Export components that share one folder's config and weights into `out`; one placement serves them all.
+
+    With the digest of the code that makes graphs as `code`, graphs are taken from the cache of what was traced before;
+    `fresh` traces them anew.
+    """
     from trtdiff.export.check import check_graph, memory_for_check, require_onnxruntime
-    from trtdiff.export.graph import canonical_graph, needed_weights
-    from trtdiff.export.trace import trace
+    from trtdiff.export.graph import needed_weights
+    from trtdiff.export.trace_cache import traced_before
 
     reporter = reporter or Silence()
     if check:
         require_onnxruntime()
     models: list[ir.Model] = []
+    known: list[bool] = []
     seconds: list[float] = []
     for spec in specs:
         began = time.monotonic()
-        reporter.stage(f"{spec.name}: tracing")
-        models.append(trace(spec, config))
-        canonical_graph(models[-1], spec)
+        make = partial(_traced, spec, config, reporter)
+        model, found = traced_before(spec, config, code, make, fresh=fresh) if code else (make(), False)
+        models.append(model)
+        known.append(found)
         seconds.append(time.monotonic() - began)
     needs = [needed_weights(model) for model in models]
     union = {name: shape for need in needs for name, shape in need.items()}
@@ -215,7 +230,7 @@ def export_components(
     stem = specs[0].folder
     reporter.stage(f"{stem}: placing weights", placement_bytes(tensors, union, dtype))
     places = place_weights(tensors, union, out, stem, dtype=dtype, progress=reporter.advance)
-    for spec, need, spent in zip(specs, needs, seconds, strict=True):
+    for spec, need, found, spent in zip(specs, needs, known, seconds, strict=True):
         began = time.monotonic()
         used = {name: places[name] for name in need}
         component, nodes = _write(models.pop(0), spec, used, out, reporter)
@@ -230,8 +245,19 @@ def export_components(
             weight_bytes=sum(ref.nbytes for ref in used.values()),
             seconds=spent + time.monotonic() - began,
             checks=checks,
+            traced=not found,
         )
         yield spec, component, report
+
+
+def _traced(spec: ComponentSpec, config: Config, reporter: Reporter) -> "ir.Model":
+    from trtdiff.export.graph import canonical_graph
+    from trtdiff.export.trace import trace
+
+    reporter.stage(f"{spec.name}: tracing")
+    model = trace(spec, config)
+    canonical_graph(model, spec)
+    return model
 
 
 def _write(

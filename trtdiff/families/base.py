@@ -129,6 +129,17 @@ PLAIN = TextOptions()
 
 
 @dataclass(frozen=True)
+class Reading:
+    """What prompts are read with."""
+
+    facts: ModelFacts
+    tokenizers: Mapping[str, "Tokenizer"]
+    sessions: Mapping[str, "Runs"]
+    """Of the text encoders, by name."""
+    options: TextOptions = PLAIN
+
+
+@dataclass(frozen=True)
 class Integers:
     """An input takes whole numbers from 0 to below a bound."""
 
@@ -145,6 +156,8 @@ class Uniform:
 
 Values: TypeAlias = Integers | Uniform
 TIMESTEPS = Uniform(0, 1000)
+WAVES = "waves of timesteps and sizes are computed in float32, whatever the type, as in diffusers"
+"""Why what embeds numbers stays in float32: a rounded angle of hundreds of radians is another angle."""
 
 
 @dataclass(frozen=True)
@@ -272,14 +285,7 @@ class ModelFamily(ABC):
     # --- runtime side
 
     @abstractmethod
-    def encode(
-        self,
-        texts: Sequence[str | None],
-        facts: ModelFacts,
-        tokenizers: Mapping[str, "Tokenizer"],
-        sessions: Mapping[str, "Runs"],
-        how: TextOptions = PLAIN,
-    ) -> dict[str, Array]:
+    def encode(self, texts: Sequence[str | None], reading: Reading) -> dict[str, Array]:
         """Turn prompts into the denoiser's conditions, by name, each [len(texts), …] float32.
 
         None stands for a negative prompt that nobody gave.

@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from trtdiff.families.base import ComponentSpec, Config, Integers, TextOptions, TokenFacts, field_of
+from trtdiff.families.base import ComponentSpec, Config, Integers, Reading, TokenFacts, field_of
 from trtdiff.types import Array, TensorSpec
 from trtdiff.weighted import apply_weights, chunked, padded
 
 if TYPE_CHECKING:
     import torch
-
-    from trtdiff.backends.base import Runs
-    from trtdiff.tokens import Tokenizer
 
 Reads: TypeAlias = Literal["last", "penultimate", "pooled"]
 """`last`: the last layer, normalized (Stable Diffusion 1 and 2); `penultimate`: the one before it, as it is (SDXL and
@@ -64,25 +61,25 @@ def text_encoder(configs: Mapping[str, Config], folder: str, *, reads: Reads, pr
 
 
 def run_clip(
-    texts: Sequence[str], tokenizer: "Tokenizer", session: "Runs", *, how: TextOptions | None = None
+    texts: Sequence[str | None], reading: Reading, tokenizer: str, encoder: str, *, skips: bool = True
 ) -> Mapping[str, Array]:
-    """Encode texts; `how` is None where the encoder is read for its pooled output alone.
+    """Encode texts; `skips` is False where the encoder is read for its pooled output alone.
 
-    With `how.rows`, weights hold, and states are [B, rows · tokens, width]; the pooled output is the first row's.
+    With rows asked for, weights hold, and states are [B, rows · tokens, width]; the pooled output is the first row's.
     """
-    if how is None or not how.rows:
-        return _run(np.stack([tokenizer.encode(text) for text in texts]), session, how)
-    chunks = [padded(chunked(text, tokenizer), how.rows) for text in texts]
-    made = [_run(np.stack([one.ids[row] for one in chunks]), session, how) for row in range(how.rows)]
+    given, tokens, rows = [text or "" for text in texts], reading.tokenizers[tokenizer], reading.options.rows
+    fixed = {"clip_skip": np.array([reading.options.clip_skip])} if skips else {}
+
+    def run(ids: Array) -> Mapping[str, Array]:  # [B, tokens] int64
+        return reading.sessions[encoder].run({"input_ids": ids, **fixed})
+
+    if not (skips and rows):
+        return run(np.stack([tokens.encode(text) for text in given]))
+    chunks = [padded(chunked(text, tokens), rows) for text in given]
+    made = [run(np.stack([one.ids[row] for one in chunks])) for row in range(rows)]
     states = np.stack([row["encoder_hidden_states"] for row in made], axis=1)  # [B, rows, tokens, width]
-    weighed = [apply_weights(rows, one.weights) for rows, one in zip(states, chunks, strict=True)]
+    weighed = [apply_weights(each, one.weights) for each, one in zip(states, chunks, strict=True)]
     return {**made[0], "encoder_hidden_states": np.stack(weighed)}
-
-
-def _run(ids: Array, session: "Runs", how: TextOptions | None) -> Mapping[str, Array]:  # ids [B, tokens] int64
-    return session.run(
-        {"input_ids": ids} if how is None else {"input_ids": ids, "clip_skip": np.array([how.clip_skip])}
-    )
 
 
 def _text_encoder(config: Config, *, reads: Reads, projected: bool) -> "torch.nn.Module":

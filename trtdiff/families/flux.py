@@ -11,28 +11,23 @@ import numpy as np
 
 from trtdiff.errors import CheckpointError
 from trtdiff.families import clip, t5
-from trtdiff.families.autoencoder import latent_dims, latent_facts, vae_components
+from trtdiff.families.autoencoder import latent_facts, vae_components
 from trtdiff.families.base import (
-    PLAIN,
-    TIMESTEPS,
     ComponentSpec,
     Config,
     ModelFacts,
-    ModelFamily,
-    TextOptions,
+    Reading,
     Uniform,
     Wish,
     field_of,
 )
+from trtdiff.families.transformer import FlowFamily, denoiser
 from trtdiff.types import Array, TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
-    from trtdiff.backends.base import Runs
     from trtdiff.export.schedule_call import ScheduleCall
-    from trtdiff.export.schedulers import SchedulerChoice
-    from trtdiff.tokens import Tokenizer
 
 PATCH = 2
 """Latent rows and columns of a token."""
@@ -44,7 +39,7 @@ EMBEDDED = "guidance_scale"
 THETA = 10000
 
 
-class Flux(ModelFamily):
+class Flux(FlowFamily):
     """`FluxPipeline` checkpoints."""
 
     name = "flux"
@@ -96,22 +91,7 @@ class Flux(ModelFamily):
     def components(self, configs: Mapping[str, Config]) -> tuple[ComponentSpec, ...]:
         """Text encoders, transformer, VAE decoder and VAE encoder."""
         facts = self.facts(configs)
-        dims = latent_dims(facts.latent)
-        transformer = ComponentSpec(
-            name="denoiser",
-            folder="transformer",
-            inputs=(
-                TensorSpec("sample", "float32", dims),
-                TensorSpec("timestep", "float32", ("batch",)),
-                *facts.conditions,
-            ),
-            outputs=(TensorSpec("prediction", "float32", dims),),
-            build=_denoiser,
-            prefix="transformer",
-            keep_high={"time_text_embed.time_proj": "a timestep's waves are computed in float32, whatever the type"},
-            values={"timestep": TIMESTEPS, EMBEDDED: Uniform(1, 5)},
-            multiple=facts.sizes_multiple_of,
-        )
+        transformer = denoiser(facts, _denoiser, waves=["time_text_embed.time_proj"], values={EMBEDDED: Uniform(1, 5)})
         return (
             clip.text_encoder(configs, "text_encoder", reads="pooled"),
             t5.text_encoder(configs, "text_encoder_2"),
@@ -125,30 +105,10 @@ class Flux(ModelFamily):
 
         return FluxCall(image_tokens)
 
-    def schedulers(self) -> "Mapping[str, SchedulerChoice]":
-        """Give those for models that predict a flow."""
-        from trtdiff.export.schedulers import FLOW_SCHEDULERS
-
-        return FLOW_SCHEDULERS
-
-    def usual_schedulers(self) -> tuple[str, ...]:
-        """Give the checkpoint's own, and two of higher order."""
-        from trtdiff.export.schedulers import USUAL_FLOW
-
-        return USUAL_FLOW
-
-    def encode(
-        self,
-        texts: Sequence[str | None],
-        facts: ModelFacts,  # noqa: ARG002 - other families need them
-        tokenizers: Mapping[str, "Tokenizer"],
-        sessions: Mapping[str, "Runs"],
-        how: TextOptions = PLAIN,  # noqa: ARG002 - no layer can be skipped
-    ) -> dict[str, Array]:
+    def encode(self, texts: Sequence[str | None], reading: Reading) -> dict[str, Array]:
         """Give T5's words and CLIP's pooled text."""
-        given = [text or "" for text in texts]
-        pooled = clip.run_clip(given, tokenizers["tokenizer"], sessions["text_encoder"])["pooled"]
-        words = t5.run_t5(given, tokenizers["tokenizer_2"], sessions["text_encoder_2"])
+        pooled = clip.run_clip(texts, reading, "tokenizer", "text_encoder", skips=False)["pooled"]
+        words = t5.run_t5(texts, reading, "tokenizer_2", "text_encoder_2")
         return {"encoder_hidden_states": words, "pooled_projections": pooled}
 
     def conditions(self, wish: Wish, facts: ModelFacts) -> dict[str, Array]:

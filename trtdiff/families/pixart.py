@@ -8,28 +8,25 @@ import numpy as np
 
 from trtdiff.errors import CheckpointError
 from trtdiff.families import t5
-from trtdiff.families.autoencoder import latent_dims, latent_facts, vae_components
+from trtdiff.families.autoencoder import latent_facts, vae_components
 from trtdiff.families.base import (
-    PLAIN,
-    TIMESTEPS,
     ComponentSpec,
     Config,
     Integers,
     ModelFacts,
     ModelFamily,
-    TextOptions,
+    Reading,
     Uniform,
     Wish,
     field_of,
 )
+from trtdiff.families.transformer import denoiser
 from trtdiff.types import Array, TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
-    from trtdiff.backends.base import Runs
     from trtdiff.export.schedule_call import ScheduleCall
-    from trtdiff.tokens import Tokenizer
 
 T5_TOKENS = 120
 """Of a prompt: the pipeline's own `max_sequence_length`."""
@@ -76,22 +73,16 @@ class PixArt(ModelFamily):
     def components(self, configs: Mapping[str, Config]) -> tuple[ComponentSpec, ...]:
         """Text encoder, transformer, VAE decoder and VAE encoder."""
         facts = self.facts(configs)
-        dims = latent_dims(facts.latent)
-        transformer = ComponentSpec(
-            name="denoiser",
-            folder="transformer",
-            inputs=(
-                TensorSpec("sample", "float32", dims), TensorSpec("timestep", "float32", ("batch",)), *facts.conditions
-            ),
-            outputs=(TensorSpec("prediction", "float32", dims),),
-            build=partial(_denoiser, sized=len(facts.conditions) > 2),
-            prefix="transformer",
+        transformer = denoiser(
+            facts,
+            partial(_denoiser, sized=len(facts.conditions) > 2),
+            waves=["adaln_single.emb.time_proj", "adaln_single.emb.additional_condition_proj"],
             values={
-                "timestep": TIMESTEPS, "attention_mask": Integers(2), "resolution": Uniform(256, 1024),
+                "attention_mask": Integers(2),
+                "resolution": Uniform(256, 1024),
                 "aspect_ratio": Uniform(0.5, 2),
             },
-            multiple=facts.sizes_multiple_of,
-        )  # fmt: skip
+        )
         return (
             t5.text_encoder(configs, "text_encoder", masked=True),
             transformer,
@@ -111,19 +102,13 @@ class PixArt(ModelFamily):
         found["callback"] = lambda step, timestep, latents: keep(None, step, timestep, {"latents": latents})
         return found
 
-    def encode(
-        self,
-        texts: Sequence[str | None],
-        facts: ModelFacts,  # noqa: ARG002 - other families need them
-        tokenizers: Mapping[str, "Tokenizer"],
-        sessions: Mapping[str, "Runs"],
-        how: TextOptions = PLAIN,  # noqa: ARG002 - no layer can be skipped
-    ) -> dict[str, Array]:
+    def encode(self, texts: Sequence[str | None], reading: Reading) -> dict[str, Array]:
         """Give T5's words and which of them are padding."""
-        pairs = [tokenizers["tokenizer"].encode_with_mask((text or "").lower().strip()) for text in texts]
+        tokenizer = reading.tokenizers["tokenizer"]
+        pairs = [tokenizer.encode_with_mask((text or "").lower().strip()) for text in texts]
         ids, mask = (np.stack(rows) for rows in zip(*pairs, strict=True))
-        words = sessions["text_encoder"].run({"input_ids": ids, "attention_mask": mask})["encoder_hidden_states"]
-        return {"encoder_hidden_states": words, "attention_mask": mask.astype(np.float32)}
+        made = reading.sessions["text_encoder"].run({"input_ids": ids, "attention_mask": mask})
+        return {**made, "attention_mask": mask.astype(np.float32)}
 
     def conditions(self, wish: Wish, facts: ModelFacts) -> dict[str, Array]:
         """Give the size to checkpoints of 1024 pixels."""

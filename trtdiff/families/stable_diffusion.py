@@ -1,20 +1,15 @@
 """Stable Diffusion 1.x and 2.x, and what was distilled from them: one CLIP text encoder, a UNet, an AutoencoderKL."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trtdiff.errors import CheckpointError
 from trtdiff.families.autoencoder import latent_facts, vae_components
-from trtdiff.families.base import PLAIN, ComponentSpec, Config, ModelFacts, ModelFamily, TextOptions, Wish, field_of
+from trtdiff.families.base import ComponentSpec, Config, ModelFacts, ModelFamily, Reading, Wish, field_of
 from trtdiff.families.clip import run_clip, text_encoder, token_facts
 from trtdiff.families.unet import condition_specs, denoiser, embedded_guidance, modes_of
 from trtdiff.types import Array
-
-if TYPE_CHECKING:
-    from trtdiff.backends.base import Runs
-    from trtdiff.tokens import Tokenizer
 
 
 class StableDiffusion(ModelFamily):
@@ -67,17 +62,9 @@ class StableDiffusion(ModelFamily):
             *vae_components(configs, facts.latent),
         )
 
-    def encode(
-        self,
-        texts: Sequence[str | None],
-        facts: ModelFacts,  # noqa: ARG002 - other families need them
-        tokenizers: Mapping[str, "Tokenizer"],
-        sessions: Mapping[str, "Runs"],
-        how: TextOptions = PLAIN,
-    ) -> dict[str, Array]:
+    def encode(self, texts: Sequence[str | None], reading: Reading) -> dict[str, Array]:
         """Run the text encoder over padded token ids; its last layer, or one before it, is the condition."""
-        made = run_clip([text or "" for text in texts], tokenizers["tokenizer"], sessions["text_encoder"],
-                        how=how)  # fmt: skip
+        made = run_clip(texts, reading, "tokenizer", "text_encoder")
         return {"encoder_hidden_states": made["encoder_hidden_states"]}
 
     def conditions(self, wish: Wish, facts: ModelFacts) -> dict[str, Array]:

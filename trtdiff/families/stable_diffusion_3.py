@@ -7,33 +7,28 @@ import numpy as np
 
 from trtdiff.errors import CheckpointError
 from trtdiff.families import clip, t5
-from trtdiff.families.autoencoder import latent_dims, latent_facts, vae_components
+from trtdiff.families.autoencoder import latent_facts, vae_components
 from trtdiff.families.base import (
-    PLAIN,
-    TIMESTEPS,
     ComponentSpec,
     Config,
     ModelFacts,
-    ModelFamily,
-    TextOptions,
+    Reading,
     field_of,
 )
+from trtdiff.families.transformer import FlowFamily, denoiser
 from trtdiff.types import Array, TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
-    from trtdiff.backends.base import Runs
     from trtdiff.export.schedule_call import ScheduleCall
-    from trtdiff.export.schedulers import SchedulerChoice
-    from trtdiff.tokens import Tokenizer
 
 CLIPS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
 T5_TOKENS = 256
 """Of a prompt for T5: the pipeline's own `max_sequence_length`. As many zeros stand there where T5 is left out."""
 
 
-class StableDiffusion3(ModelFamily):
+class StableDiffusion3(FlowFamily):
     """`StableDiffusion3Pipeline` checkpoints."""
 
     name = "stable-diffusion-3"
@@ -86,22 +81,7 @@ class StableDiffusion3(ModelFamily):
     def components(self, configs: Mapping[str, Config]) -> tuple[ComponentSpec, ...]:
         """Text encoders, transformer, VAE decoder and VAE encoder."""
         facts = self.facts(configs)
-        dims = latent_dims(facts.latent)
-        transformer = ComponentSpec(
-            name="denoiser",
-            folder="transformer",
-            inputs=(
-                TensorSpec("sample", "float32", dims),
-                TensorSpec("timestep", "float32", ("batch",)),
-                *facts.conditions,
-            ),
-            outputs=(TensorSpec("prediction", "float32", dims),),
-            build=_denoiser,
-            prefix="transformer",
-            keep_high={"time_text_embed.time_proj": "a timestep's waves are computed in float32, whatever the type"},
-            values={"timestep": TIMESTEPS},
-            multiple=facts.sizes_multiple_of,
-        )
+        transformer = denoiser(facts, _denoiser, waves=["time_text_embed.time_proj"])
         return (
             *(clip.text_encoder(configs, encoder, reads="penultimate", projected=True) for encoder in CLIPS),
             *([t5.text_encoder(configs, "text_encoder_3")] if "text_encoder_3" in configs else []),
@@ -115,38 +95,16 @@ class StableDiffusion3(ModelFamily):
 
         return StableDiffusion3Call(image_tokens)
 
-    def schedulers(self) -> "Mapping[str, SchedulerChoice]":
-        """Give those for models that predict a flow."""
-        from trtdiff.export.schedulers import FLOW_SCHEDULERS
-
-        return FLOW_SCHEDULERS
-
-    def usual_schedulers(self) -> tuple[str, ...]:
-        """Give the checkpoint's own, and two of higher order."""
-        from trtdiff.export.schedulers import USUAL_FLOW
-
-        return USUAL_FLOW
-
-    def encode(
-        self,
-        texts: Sequence[str | None],
-        facts: ModelFacts,
-        tokenizers: Mapping[str, "Tokenizer"],
-        sessions: Mapping[str, "Runs"],
-        how: TextOptions = PLAIN,
-    ) -> dict[str, Array]:
+    def encode(self, texts: Sequence[str | None], reading: Reading) -> dict[str, Array]:
         """Lay CLIP's penultimate layers side by side, padded to T5's width, and T5's rows below them."""
-        given = [text or "" for text in texts]
-        made = [
-            clip.run_clip(given, tokenizers[tokenizer], sessions[encoder], how=how)
-            for encoder, tokenizer in CLIPS.items()
-        ]
+        width = reading.facts.own["width"]
+        made = [clip.run_clip(texts, reading, tokenizer, encoder) for encoder, tokenizer in CLIPS.items()]
         states = np.concatenate([one["encoder_hidden_states"] for one in made], axis=-1)  # [B, 77, clips]
-        states = np.pad(states, ((0, 0), (0, 0), (0, facts.own["width"] - states.shape[-1])))
-        if "tokenizer_3" in facts.tokens:
-            below = t5.run_t5(given, tokenizers["tokenizer_3"], sessions["text_encoder_3"])
+        states = np.pad(states, ((0, 0), (0, 0), (0, width - states.shape[-1])))
+        if "tokenizer_3" in reading.facts.tokens:
+            below = t5.run_t5(texts, reading, "tokenizer_3", "text_encoder_3")
         else:
-            below = np.zeros((len(given), T5_TOKENS, facts.own["width"]), np.float32)
+            below = np.zeros((len(texts), T5_TOKENS, width), np.float32)
         return {
             "encoder_hidden_states": np.concatenate([states, below], axis=1),
             "pooled_projections": np.concatenate([one["pooled"] for one in made], axis=-1),

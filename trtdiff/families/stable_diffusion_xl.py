@@ -7,15 +7,13 @@ import numpy as np
 
 from trtdiff.errors import CheckpointError
 from trtdiff.families.autoencoder import latent_facts, vae_components
-from trtdiff.families.base import PLAIN, ComponentSpec, Config, ModelFacts, ModelFamily, TextOptions, Wish, field_of
+from trtdiff.families.base import ComponentSpec, Config, ModelFacts, ModelFamily, Reading, Wish, field_of
 from trtdiff.families.clip import run_clip, text_encoder, token_facts
 from trtdiff.families.unet import condition_specs, denoiser, embedded_guidance, modes_of
 from trtdiff.types import Array, TensorSpec
 
 if TYPE_CHECKING:
-    from trtdiff.backends.base import Runs
     from trtdiff.export.schedule_call import ScheduleCall
-    from trtdiff.tokens import Tokenizer
 
 TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
 WITH_TARGET, WITH_SCORE = 6, 5
@@ -92,27 +90,19 @@ class StableDiffusionXL(ModelFamily):
 
         return StableDiffusionXLCall()
 
-    def encode(
-        self,
-        texts: Sequence[str | None],
-        facts: ModelFacts,
-        tokenizers: Mapping[str, "Tokenizer"],
-        sessions: Mapping[str, "Runs"],
-        how: TextOptions = PLAIN,
-    ) -> dict[str, Array]:
+    def encode(self, texts: Sequence[str | None], reading: Reading) -> dict[str, Array]:
         """Lay the encoders' penultimate layers side by side; the pooled output is the second encoder's.
 
         Where nobody gave a negative prompt, both are zeros, if the checkpoint says so (`force_zeros_for_empty_prompt`).
         """
-        given = [text or "" for text in texts]
         made = [
-            run_clip(given, tokenizers[tokenizer], sessions[encoder], how=how)
+            run_clip(texts, reading, tokenizer, encoder)
             for encoder, tokenizer in TOKENIZERS.items()
-            if tokenizer in facts.tokens
+            if tokenizer in reading.facts.tokens
         ]
         states = np.concatenate([one["encoder_hidden_states"] for one in made], axis=-1)
         pooled = made[-1]["pooled"].copy()
-        if facts.own["zeros"]:
+        if reading.facts.own["zeros"]:
             absent = [number for number, text in enumerate(texts) if text is None]
             states[absent], pooled[absent] = 0, 0
         return {"encoder_hidden_states": states, "text_embeds": pooled}

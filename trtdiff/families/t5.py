@@ -1,18 +1,15 @@
 """The T5 encoder: the long-text encoder of SD3, FLUX and PixArt."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trtdiff.families.base import ComponentSpec, Config, Integers, TokenFacts, field_of
+from trtdiff.families.base import ComponentSpec, Config, Integers, Reading, TokenFacts, field_of
 from trtdiff.types import Array, TensorSpec
 
 if TYPE_CHECKING:
     import torch
-
-    from trtdiff.backends.base import Runs
-    from trtdiff.tokens import Tokenizer
 
 TOKENS = "long_tokens"
 PAD = "<pad>"
@@ -56,10 +53,10 @@ def text_encoder(configs: Mapping[str, Config], folder: str, *, masked: bool = F
     )
 
 
-def run_t5(texts: list[str], tokenizer: "Tokenizer", session: "Runs") -> Array:  # [B, tokens, width]
+def run_t5(texts: Sequence[str | None], reading: Reading, tokenizer: str, encoder: str) -> Array:  # [B, tokens, width]
     """Encode texts, padding included."""
-    ids = np.stack([tokenizer.encode(text) for text in texts])
-    return session.run({"input_ids": ids})["encoder_hidden_states"]
+    ids = np.stack([reading.tokenizers[tokenizer].encode(text or "") for text in texts])
+    return reading.sessions[encoder].run({"input_ids": ids})["encoder_hidden_states"]
 
 
 def _text_encoder(config: Config) -> "torch.nn.Module":

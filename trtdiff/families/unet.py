@@ -8,7 +8,7 @@ import numpy as np
 
 from trtdiff.errors import CheckpointError
 from trtdiff.families.autoencoder import latent_dims
-from trtdiff.families.base import TIMESTEPS, ComponentSpec, Config, LatentFacts, Mode, Uniform, field_of
+from trtdiff.families.base import TIMESTEPS, WAVES, ComponentSpec, Config, LatentFacts, Mode, Uniform, field_of
 from trtdiff.types import Array, TensorSpec
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ None is a multiple of 2 ** 30, so with this number it always does: one graph for
 have been needed they are twice the level's own, which is what upsampling does by itself.
 """
 
-KEEP_HIGH = {"time_proj": "diffusers computes a timestep's waves in float32, whatever the type"}
+KEEP_HIGH = {"time_proj": WAVES, "add_time_proj": WAVES}
 UPCAST = "its config says upcast_attention: scores of this checkpoint are known to leave float16"
 
 

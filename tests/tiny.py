@@ -5,7 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-WORDS = ("a", "red", "green", "small", "photo", "of", "cat", "dog", "house", "tree", "ship", "seven", "blurry")
+WORDS = (
+    "a", "an", "the", "red", "green", "blue", "small", "large", "photo", "picture", "of", "on", "in", "with", "cat",
+    "dog", "house", "tree", "ship", "seven", "three", "blurry",
+)  # fmt: skip
 TOKENS = 16
 """Row length of the tiny CLIP encoders."""
 
@@ -146,8 +149,12 @@ def _stable_diffusion(folder: Path, *, scheduler: Any = None, pad: str = "<|endo
 
 
 def sd1(folder: Path) -> Any:
-    """Stable Diffusion 1.x."""
-    return _stable_diffusion(folder)
+    """Stable Diffusion 1.x, with three levels of the UNet."""
+    return _stable_diffusion(
+        folder, block_out_channels=(32, 48, 64), attention_head_dim=(2, 3, 4),  # heads, of 16 channels each
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
 
 
 def sd2(folder: Path) -> Any:
