@@ -1,15 +1,16 @@
 """Half precision of the families: what each keeps in float32, and that TensorRT for RTX takes every graph."""
 
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-KINDS_COMPILED = ("sdxl", "sd3", "flux-dev", "pixart")
+COMPILED = {"sdxl": "fp16", "sd3": "fp16", "flux-dev": "bf16", "pixart": "bf16"}
 
 
-@pytest.mark.parametrize("kind", KINDS_COMPILED)
-def test_tensorrt_compiles_every_graph_in_half_precision(kind, made, tmp_path):
+@pytest.mark.parametrize(("kind", "precision"), COMPILED.items())
+def test_tensorrt_compiles_every_graph_in_half_precision(kind, precision, made, tmp_path):
     """All but the VAE's, which are those of Stable Diffusion."""
     pytest.importorskip("tensorrt_rtx")
     from trtdiff.backends import target_backend
@@ -27,19 +28,33 @@ def test_tensorrt_compiles_every_graph_in_half_precision(kind, made, tmp_path):
     specs = [spec for spec in family(manifest.family).components(manifest.configs) if spec.folder != "vae"]
     for spec in specs:
         prologue = PROLOGUES.get(spec.name)
-        passes = [*recipe("fp16").passes, *target.passes]
+        passes = [*recipe(precision).passes, *target.passes]
         (tmp_path / spec.name).mkdir()
         built = build_engine(
             graph=str(export / f"{spec.name}.onnx"), backend=target.name, device=target.device, options={},
             passes=[*passes, *([f"{prologue} form={target.sums} mask=yes"] if prologue else [])],
-            computes_in="float16", profile=sizes, out=str(tmp_path / spec.name), islands=spec.keep_high,
-            progress=lambda done, total: None,
+            computes_in=recipe(precision).computes_in, profile=sizes, out=str(tmp_path / spec.name),
+            islands=spec.keep_high, progress=lambda done, total: None,
         )  # fmt: skip
         assert built["realised"]["plan_bytes"] > 0
         assert not built["realised"].get("widened")
 
 
-@pytest.mark.parametrize("kind", [*KINDS_COMPILED, "sd2", "sd-inpaint", "lcm"])
+@pytest.mark.parametrize("kind", ["sd1", "sd2", "lcm", "sdxl", "sdxl-refiner", "sd3", "flux-dev", "pixart"])
+def test_what_a_family_keeps_in_float32_is_there(kind, made):
+    from trtdiff.checkpoint import Checkpoint
+    from trtdiff.families import family_of_pipeline
+    from trtdiff.lowered import read_graph
+    from trtdiff.passes.mark_islands import matching
+
+    checkpoint = Checkpoint.open(str(made(kind) / "checkpoint"))
+    for spec in family_of_pipeline(checkpoint.pipeline, where=kind).components(checkpoint.configs):
+        graph = read_graph(made(kind) / f"export/{spec.name}.onnx").graph
+        for pattern in (*spec.keep_high, *spec.keep_unmeasured):
+            assert matching(graph, pattern)
+
+
+@pytest.mark.parametrize("kind", [*COMPILED, "sd2", "sd-inpaint", "lcm"])
 def test_no_graph_has_float64_or_sequences(kind, made):
     import onnx
 
@@ -51,23 +66,91 @@ def test_no_graph_has_float64_or_sequences(kind, made):
         assert not {node.op_type for node in graph.node} & {"SplitToSequence", "SequenceAt", "SequenceConstruct"}
 
 
-@pytest.fixture(scope="module")
-def loud_t5(made, tmp_path_factory):
-    """SD3's T5 with a residual stream beyond the end of float16, exported alone: checkpoint and export."""
+def _louder(checkpoint: Path, to: Path, folder: str, factors: dict[str, float]) -> Path:
+    """Copy a checkpoint, with some weights of a component multiplied."""
     from safetensors.numpy import load_file, save_file
 
+    shutil.copytree(checkpoint, to)
+    file = next((to / folder).glob("*.safetensors"))
+    weights = load_file(file)
+    for part, factor in factors.items():
+        names = [name for name in weights if name.endswith(part)]
+        assert names
+        weights.update({name: weights[name] * np.float32(factor) for name in names})
+    save_file(weights, file, metadata={"format": "pt"})
+    return to
+
+
+def _rounded_build(graph: Path, profile: dict[str, str], out: Path, islands: dict[str, str]) -> dict:
+    """Build a graph for float16 as the processor emulates it; give what was realised."""
+    from trtdiff.backends import backend
+    from trtdiff.lowering import build_engine
+    from trtdiff.recipes import recipe
+
+    return build_engine(
+        graph=str(graph), passes=[*recipe("fp16").passes, *backend("rounded").passes], backend="rounded", device="cpu",
+        computes_in="float16", profile=profile, options={}, out=str(out), progress=lambda done, total: None,
+        islands=islands,
+    )["realised"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def loud_queries(made, tmp_path_factory):
+    """A UNet of 2.x whose queries leave float16, and whose keys make up for it."""
     from trtdiff.checkpoint import Checkpoint
     from trtdiff.export.export import export_checkpoint
 
-    folder = shutil.copytree(made("sd3") / "checkpoint", tmp_path_factory.mktemp("loud") / "checkpoint")
-    file = folder / "text_encoder_3/model.safetensors"
-    weights = load_file(file)
-    weights["encoder.block.0.layer.1.DenseReluDense.wo.weight"] *= 1e5
-    save_file(weights, file, metadata={"format": "pt"})
-    opened = Checkpoint.open(str(folder))
-    return folder, export_checkpoint(
-        opened, folder.parent / "export", components=["text_encoder_3"], check=False
-    ).folder
+    folder = tmp_path_factory.mktemp("loud")
+    checkpoint = _louder(made("sd2") / "checkpoint", folder / "checkpoint", "unet", {
+        ".to_q.weight": 2.0**18, ".to_k.weight": 2.0**-18,
+    })  # fmt: skip
+    opened = Checkpoint.open(str(checkpoint))
+    return checkpoint, export_checkpoint(opened, folder / "export", components=["denoiser"], check=False).folder
+
+
+@pytest.mark.parametrize("islands", [True, False])
+def test_upcast_attention_is_in_float32(islands, loud_queries, tmp_path):
+    import torch
+    from diffusers import UNet2DConditionModel
+
+    from trtdiff.backends import backend
+    from trtdiff.checkpoint import Checkpoint
+    from trtdiff.families import family_of_pipeline
+
+    checkpoint, export = loud_queries
+    opened = Checkpoint.open(str(checkpoint))
+    parts = family_of_pipeline(opened.pipeline, where="").components(opened.configs)
+    keep = next(spec.keep_high for spec in parts if spec.name == "denoiser")
+    profile = {"batch": "1:1:2", "context": "16", "height": "64", "width": "64"}
+    realised = _rounded_build(export / "denoiser.onnx", profile, tmp_path, keep if islands else {})
+    rng = np.random.default_rng(0)
+    sample, text = (rng.standard_normal(shape).astype(np.float32) for shape in ((1, 4, 8, 8), (1, 16, 32)))
+    feeds = {"sample": sample, "timestep": np.full(1, 500, np.float32), "encoder_hidden_states": text}
+    with backend("rounded").load(tmp_path / "engine", threads=1) as session:
+        got = session.run(feeds)["prediction"]
+    model = UNet2DConditionModel.from_pretrained(checkpoint / "unet").eval()
+    with torch.inference_mode():
+        expected = model(torch.from_numpy(sample), 500, torch.from_numpy(text)).sample.numpy()
+    error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
+    if islands:
+        assert error < 5e-3
+        assert "*.attn?" in realised["islands"]
+    else:
+        assert not error < 0.1  # NaN, or nonsense
+
+
+@pytest.fixture(scope="module")
+def loud_t5(made, tmp_path_factory):
+    """SD3's T5 with a residual stream beyond the end of float16, exported alone: checkpoint and export."""
+    from trtdiff.checkpoint import Checkpoint
+    from trtdiff.export.export import export_checkpoint
+
+    folder = tmp_path_factory.mktemp("loud")
+    checkpoint = _louder(made("sd3") / "checkpoint", folder / "checkpoint", "text_encoder_3", {
+        "encoder.block.0.layer.1.DenseReluDense.wo.weight": 1e5
+    })  # fmt: skip
+    opened = Checkpoint.open(str(checkpoint))
+    return checkpoint, export_checkpoint(opened, folder / "export", components=["text_encoder_3"], check=False).folder
 
 
 @pytest.mark.parametrize("islands", [True, False])
@@ -77,18 +160,12 @@ def test_t5_keeps_its_residual_stream_in_float32(islands, loud_t5, tmp_path):
 
     from trtdiff.backends import backend
     from trtdiff.families import t5
-    from trtdiff.lowering import build_engine
-    from trtdiff.recipes import recipe
 
     checkpoint, export = loud_t5
-    target = backend("rounded")
-    built = build_engine(
-        graph=str(export / "text_encoder_3.onnx"), passes=[*recipe("fp16").passes, *target.passes], backend="rounded",
-        device="cpu", computes_in="float16", profile={"batch": "1:1:2", t5.TOKENS: "16"}, options={}, out=str(tmp_path),
-        progress=lambda done, total: None, islands=t5.KEEP_HIGH if islands else {},
-    )  # fmt: skip
+    profile = {"batch": "1:1:2", t5.TOKENS: "16"}
+    realised = _rounded_build(export / "text_encoder_3.onnx", profile, tmp_path, t5.KEEP_HIGH if islands else {})
     ids = np.random.default_rng(0).integers(3, 90, (1, 16))
-    with target.load(tmp_path / "engine", threads=1) as session:
+    with backend("rounded").load(tmp_path / "engine", threads=1) as session:
         got = session.run({"input_ids": ids})["encoder_hidden_states"]
     model = T5EncoderModel.from_pretrained(checkpoint / "text_encoder_3").eval()
     with torch.inference_mode():
@@ -98,6 +175,6 @@ def test_t5_keeps_its_residual_stream_in_float32(islands, loud_t5, tmp_path):
     error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
     if islands:
         assert error < 5e-3  # measured 7e-4
-        assert "encoder.block.*.layer.?" in built["realised"]["islands"]
+        assert "encoder.block.*.layer.?" in realised["islands"]
     else:
         assert not error < 0.1  # NaN, or nonsense

@@ -24,7 +24,6 @@ None is a multiple of 2 ** 30, so with this number it always does: one graph for
 have been needed they are twice the level's own, which is what upsampling does by itself.
 """
 
-KEEP_HIGH = {"time_proj": WAVES, "add_time_proj": WAVES}
 UPCAST = "its config says upcast_attention: scores of this checkpoint are known to leave float16"
 
 
@@ -65,7 +64,6 @@ def condition_specs(configs: Mapping[str, Config], latent: LatentFacts, *more: T
 def denoiser(configs: Mapping[str, Config], latent: LatentFacts, conditions: tuple[TensorSpec, ...]) -> ComponentSpec:
     """Describe it."""
     dims = latent_dims(latent)
-    upcast = {"*.attn?": UPCAST, "*.attn?.to_q": UPCAST, "*.attn?.to_k": UPCAST}
     return ComponentSpec(
         name="denoiser",
         folder="unet",
@@ -77,9 +75,15 @@ def denoiser(configs: Mapping[str, Config], latent: LatentFacts, conditions: tup
         outputs=(TensorSpec("prediction", "float32", dims),),
         build=partial(_denoiser, names=tuple(spec.name for spec in conditions)),
         prefix="unet",
-        keep_high={**KEEP_HIGH, **(upcast if configs["unet"].get("upcast_attention") is True else {})},
+        keep_high=_keep_high(configs["unet"]),
         values={"timestep": TIMESTEPS, "time_ids": Uniform(0, 1024)},
     )
+
+
+def _keep_high(config: Config) -> dict[str, str]:
+    waves = ["time_proj", *(["add_time_proj"] if config.get("addition_embed_type") == "text_time" else [])]
+    upcast = ["*.attn?", "*.attn?.to_q", "*.attn?.to_k"] if config.get("upcast_attention") is True else []
+    return {**dict.fromkeys(waves, WAVES), **dict.fromkeys(upcast, UPCAST)}
 
 
 def embedded_guidance(scale: float, size: int) -> Array:  # [size] float32
