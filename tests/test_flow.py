@@ -10,11 +10,11 @@ from trtdiff.flow import (
     FLUX,
     STABLE_DIFFUSION_3,
     depends_on_size,
-    flow_start_of_strength,
     flow_table,
     no_closed_form,
     shift_exponent,
 )
+from trtdiff.sampler import start_of_strength
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
@@ -120,12 +120,12 @@ def test_strength_is_read_as_the_pipelines_read_it(kind):
             timesteps, left = getattr(diffusers, kind).get_timesteps(pipeline, steps, strength, "cpu")
             if left == 0:
                 with pytest.raises(UsageError, match="no step"):
-                    flow_start_of_strength(steps, strength)
+                    start_of_strength(steps, strength, "fewer")
             else:
-                assert flow_start_of_strength(steps, strength) == steps - left == int(timesteps[0])
+                assert start_of_strength(steps, strength, "fewer") == steps - left == int(timesteps[0])
 
 
 @pytest.mark.parametrize(("steps", "strength"), [(0, 0.5), (20, -0.1), (20, 1.01), (20, float("nan"))])
 def test_steps_and_strengths_that_cannot_be_meant(steps, strength):
     with pytest.raises(UsageError):
-        flow_start_of_strength(steps, strength)
+        start_of_strength(steps, strength, "fewer")

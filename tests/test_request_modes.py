@@ -14,6 +14,7 @@ from trtdiff.request import make_request
 from trtdiff.types import ShapeProfile, TensorSpec
 
 SIZE = (640, 512)
+FRAMED = ("original_size", "crop", "target_size")
 PICTURE = Image.new("RGB", SIZE, "teal")
 
 
@@ -66,9 +67,22 @@ def test_scales_of_models_that_embed_their_guidance():
     assert (lcm.guidance, lcm.branches, lcm.weights) == (8.0, 1, (1.0,))
     flux = manifest(guided_by="embedded, branches", guidance=3.5)
     assert make_request(flux, "a cat").branches == 1
-    both = make_request(flux, "a cat", guidance=2.0, true_guidance=4.0)
+    both = make_request(flux, "a cat", guidance=2.0, true_guidance=4.0, negative="")
     assert (both.guidance, both.branches, both.weights) == (2.0, 2, (-3.0, 4.0))
     assert both.wish.guidance == 2.0
+
+
+def test_strength_is_that_of_the_family_s_pipelines_unless_asked():
+    family = manifest(strengths=(0.3, 0.6))
+    assert make_request(family, "a cat", image=PICTURE).strength == 0.3
+    assert make_request(family, "a cat", image=PICTURE, mask=mask()).strength == 0.6
+
+
+def test_engines_of_two_branches_cannot_go_without_guidance():
+    double = manifest("batch=1,height=512,width=640,branches=2")
+    assert make_request(double, "a cat").branches == 2
+    with pytest.raises(UsageError, match="guidance 1 needs engines that leave the negative prompt out"):
+        make_request(double, "a cat", guidance=1)
 
 
 def test_an_engine_of_one_branch_has_no_guidance_unless_asked():
@@ -82,7 +96,9 @@ def test_an_engine_of_one_branch_has_no_guidance_unless_asked():
 def test_what_sdxl_is_told_follows_the_size_unless_asked():
     plain = make_request(manifest(), "a cat", height=256, width=512).framing
     assert (plain.original, plain.crop, plain.target) == ((256, 512), (0, 0), (256, 512))
-    told = make_request(manifest(), "a cat", original_size=[900, 800], crop=(5, 6), target_size=(700, 600)).framing
+    told = make_request(
+        manifest(framed=FRAMED), "a cat", original_size=[900, 800], crop=(5, 6), target_size=(700, 600)
+    ).framing
     assert (told.original, told.crop, told.target) == ((900, 800), (5, 6), (700, 600))
 
 
@@ -114,8 +130,17 @@ REFUSED = {
     "clip skip -1": ({"clip_skip": -1}, {}, "clip_skip -1 is less than 0"),
     "clip skip without CLIP": ({"clip_skip": 1}, {"clip_layers": 0}, "reads no layers of CLIP"),
     "weights without rows": ({"weighted": True}, {}, "cannot be weighted"),
-    "a crop of three": ({"crop": (1, 2, 3)}, {}, "crop .* is not a pair"),
-    "a size of words": ({"original_size": ("a", "b")}, {}, "original_size 'a' is not a whole number"),
+    "a crop of three": ({"crop": (1, 2, 3)}, {"framed": FRAMED}, "crop .* is not a pair"),
+    "a size of words": ({"original_size": ("a", "b")}, {"framed": FRAMED}, "original_size 'a' is not a whole number"),
+    "a size of nothing": ({"target_size": (0, 9)}, {"framed": FRAMED}, "target_size 0 is less than 1"),
+    "a crop that nobody reads": ({"crop": (1, 2)}, {}, "is told no crop"),
+    "a target for a refiner": ({"target_size": (9, 9)}, {"framed": FRAMED[:2]}, "is told no target size"),
+    "guidance embedded, negative": ({"negative": "a dog"}, {"guided_by": "embedded"}, "takes no negative prompt"),
+    "true guidance alone": ({"true_guidance": 2.0}, {"guided_by": "embedded, branches"}, "none was given"),
+    "prompts that are a number": ({"negative": 5}, {}, "negative prompts are a int: 5"),
+    "an image that is a number": ({"image": 5}, {}, "images are a int: 5"),
+    "weighted is a word": ({"weighted": "no"}, {"weighted": True}, "neither True nor False"),
+    "guidance is True": ({"guidance": True}, {}, "guidance True is not a number"),
     "negative prompts": ({"negative": ["a", "b"]}, {}, "1 prompts and 2 negative prompts"),
 }
 

@@ -111,8 +111,8 @@ def check_components(chosen: PrecisionRecipe, names: Sequence[str]) -> None:
                          hint=f"it has {', '.join(names)}")  # fmt: skip
 
 
-def check_sizes(profile: ShapeProfile, multiple: int) -> None:
-    """Refuse heights and widths that the networks cannot halve as often as they do."""
+def check_sizes(profile: ShapeProfile, multiple: int, largest: int) -> None:
+    """Refuse heights and widths that the networks cannot halve as often as they do, or have no positions for."""
     for name in ("height", "width"):
         if name in profile.dims:
             span = profile.dims[name]
@@ -120,3 +120,6 @@ def check_sizes(profile: ShapeProfile, multiple: int) -> None:
                 if size % multiple:
                     raise UsageError(f"{name} {size} is not a multiple of {multiple}", where=f"--profile {name}={span}",
                                      hint=f"nearest: {round(size / multiple) * multiple or multiple}")  # fmt: skip
+                if largest and size > largest:
+                    raise UsageError(f"{name} {size} is beyond this model's positions, which end at {largest} pixels",
+                                     where=f"--profile {name}={span}", hint=f"ask for {largest} at most")  # fmt: skip

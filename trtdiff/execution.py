@@ -16,7 +16,7 @@ from trtdiff import __version__
 from trtdiff.backends.blame import first_non_finite
 from trtdiff.engines import Engines
 from trtdiff.errors import NonFiniteError, ProfileError, UsageError
-from trtdiff.families.base import TextOptions
+from trtdiff.families.base import LatentFacts, TextOptions
 from trtdiff.images import pixel_digest, save_png, to_images
 from trtdiff.latent_log import ENTRY
 from trtdiff.loop import Finished, check_finite, run_on_host, slots_of
@@ -29,10 +29,10 @@ from trtdiff.starts import HalfDone, Sources, Started
 from trtdiff.types import Array
 from trtdiff.weighted import chunked
 
+__all__ = ["Execution", "HalfDone", "Picture", "Progress", "finishing_table", "warnings_of"]
+
 Text: TypeAlias = tuple[str | None, TextOptions]
 """A prompt, and how it is read."""
-__all__ = ["Execution", "HalfDone", "Picture", "Progress", "warnings_of"]
-
 Progress: TypeAlias = Callable[[int, int], None]
 """Called after every execution of the denoiser: how many are done, how many there are."""
 
@@ -109,15 +109,20 @@ class Execution:
         for batch in self._batches:
             shots = self._filled(batch)
             start = self._sources.start(shots)
-            last = self._denoise(start, self._conditions(shots, start)).feeds
-            latents.append(np.einsum("kb,kbchw->bchw", last["coefficients"], last["window"])[: len(batch)])
+            conditions = self._conditions(shots, start)
+            last = self._denoise(start, conditions).feeds
+            reached = np.einsum("kb,kbchw->bchw", last["coefficients"], last["window"])
+            if not np.isfinite(reached).all():
+                self._look_again(shots, conditions)
+                check_finite(reached, "the latent that was reached")
+            latents.append(reached[: len(batch)])
         engines = self._engines
         by = {
             "bundle": engines.manifest.name, "bundle_digest": engines.digest, "precision": engines.precision,
             "scheduler": self._table.name, "steps": self._request.steps, "guidance": self._request.guidance,
             "seconds": time.perf_counter() - self._began,
         }  # fmt: skip
-        return HalfDone(np.concatenate(latents), self._until, by)
+        return HalfDone(np.concatenate(latents), self._until, self._request, engines.manifest.facts.latent, by)
 
     def _filled(self, batch: Sequence[Shot]) -> list[Shot]:
         """Fill a batch that is smaller than the engines take; what is too much is cut off in the end."""
@@ -182,7 +187,7 @@ class Execution:
         for shot, image, latent in made:
             facts = PictureFacts(
                 prompt=shot.prompt,
-                negative=(shot.negative or "") if self._request.branches == 2 else None,
+                negative=shot.negative if self._request.branches == 2 else None,
                 seed=shot.seed,
                 source=None if shot.source is None else pixel_digest(shot.source),
                 mask=None if shot.mask is None else pixel_digest(shot.mask),
@@ -254,14 +259,18 @@ class Execution:
     ) -> None:
         """Say where the first value was lost: run the same batch again, looking at every prediction."""
         feeds = {name: array.copy() for name, array in feeds.items()}  # the loop writes into them again
-        if self._request.loop == "device":
-            self._denoise(self._sources.start(shots, self._half_done), conditions, watch=True)
+        self._look_again(shots, conditions)
         check_finite(decoded["latent"], "the last latent")
         decoder = self._engines.session("vae_decoder")
         check_finite(decoded["image"], "the VAE decoder's picture", lambda: first_non_finite(decoder, feeds))
         raise NonFiniteError(
             "a picture was not finite, and is when it is made again", hint="the engine is not to be trusted"
         )
+
+    def _look_again(self, shots: Sequence[Shot], conditions: Mapping[str, Array]) -> None:
+        """Run a batch once more and look at every prediction, which the loop on the host has done already."""
+        if self._request.loop == "device":
+            self._denoise(self._sources.start(shots, self._half_done), conditions, watch=True)
 
     def _parameters(self, facts: PictureFacts) -> dict[str, Any]:
         request, manifest = self._request, self._engines.manifest
@@ -314,26 +323,54 @@ class Execution:
 
 def _table_of(engines: Engines, request: Request, until: float | None, half_done: HalfDone | None) -> SamplerTable:
     """Give the table of a request, or the part of it that is run here."""
-    masked = request.masks and "inpaint" in engines.manifest.facts.modes
-    table = engines.book.masked_table if masked else engines.book.table
-    tokens = engines.manifest.facts.image_tokens(request.height, request.width)
-    own = table(request.scheduler, request.steps, request.start, tokens)
-    if until is None and half_done is None:
-        return own
-    config = engines.book.samplers[request.scheduler].config["config"]
-    training = int(config.get("num_train_timesteps", TRAINING_STEPS))
+    if until is not None:
+        return _own_table(engines, request).until(until, _training_steps(engines, request))
     if half_done is None:
-        return own.until(until or 0.0, training)
-    latent = engines.manifest.facts.latent
-    wanted = (latent.channels, request.height // latent.downscale, request.width // latent.downscale)
-    if half_done.latents.shape != (request.pictures, *wanted) or request.sources:
-        raise UsageError(
-            f"what is to be finished are latents of shape {half_done.latents.shape}, asked were "
-            f"{(request.pictures, *wanted)}",
-            hint="finish with the same prompts, count, height and width, and without an image",
-        )
-    start = start_of_fraction(own, half_done.at, training)
-    return table(request.scheduler, request.steps, start, tokens).taken_over()
+        return _own_table(engines, request)
+    latent = half_done.space
+    table = finishing_table(engines, request, half_done.request, latent, half_done.at)
+    wanted = (request.pictures, latent.channels, request.height // latent.downscale, request.width // latent.downscale)
+    if half_done.latents.shape != wanted:
+        raise UsageError(f"what is to be finished are latents {list(half_done.latents.shape)}, not {list(wanted)}",
+                         hint="hand on what `begin` gave, as it is")  # fmt: skip
+    return table
+
+
+def finishing_table(engines: Engines, request: Request, begun: Request, space: LatentFacts, at: float) -> SamplerTable:
+    """Give the table of a request whose first part another model makes, or has made, of the request `begun`.
+
+    Raises UsageError where the two do not fit: other prompts, seeds or sizes, another latent `space`, a mask.
+    """
+    own = engines.manifest.facts.latent
+    for name in ("channels", "downscale", "scaling", "shift"):
+        if getattr(own, name) != getattr(space, name):
+            raise UsageError(
+                f"{engines.manifest.name} cannot finish these latents: its own have {name} {getattr(own, name):g}, "
+                f"these {getattr(space, name):g}", hint="let a model of the same family finish them"
+            )  # fmt: skip
+    if begun.sources or request.sources:
+        raise UsageError("a second model finishes pictures that were begun from text", hint="leave the image out")
+    for name in ("prompts", "count", "seed", "height", "width"):
+        if getattr(request, name) != getattr(begun, name):
+            raise UsageError(
+                f"begun were pictures of {name} {getattr(begun, name)!r}, to finish are {getattr(request, name)!r}",
+                hint="finish with the same prompts, count, seed, height and width",
+            )
+    start = start_of_fraction(_own_table(engines, request), at, _training_steps(engines, request))
+    tokens = engines.manifest.facts.image_tokens(request.height, request.width)
+    return engines.book.table(request.scheduler, request.steps, start, tokens).taken_over()
+
+
+def _own_table(engines: Engines, request: Request) -> SamplerTable:
+    facts = engines.manifest.facts
+    table = engines.book.masked_table if request.masks and "inpaint" in facts.modes else engines.book.table
+    tokens = facts.image_tokens(request.height, request.width)
+    return table(request.scheduler, request.steps, request.start, tokens)
+
+
+def _training_steps(engines: Engines, request: Request) -> int:
+    config = engines.book.samplers[request.scheduler].config["config"]
+    return int(config.get("num_train_timesteps", TRAINING_STEPS))
 
 
 def _rows_of(engines: Engines, request: Request) -> int:
@@ -352,19 +389,34 @@ def _rows_of(engines: Engines, request: Request) -> int:
 
 
 def warnings_of(engines: Engines, request: Request) -> tuple[str, ...]:
-    """Say which words of which prompts do not fit into the text encoder, and which masks are none."""
+    """Say what will not be followed as meant: words that text encoders do not see, masks that are none, idle options.
+
+    Raises nothing: what cannot be meant at all was refused before.
+    """
+    found: list[str] = []
+    if request.branches == 1:
+        off = f"guidance is {request.branch_guidance:g}"
+        found += [f"the negative prompt is not used: {off}"] if any(request.negatives) else []
+        found += [f"rescale is not used: {off}"] if request.rescale else []
     texts = [("the prompt", text) for text in request.prompts]
     if request.branches == 2:
         texts += [("the negative prompt", text) for text in request.negatives if text]
-    found: dict[str, None] = {}
     for what, text in () if request.weighted else texts:
-        for tokenizer in engines.tokenizers.values():
-            if cut := _short(tokenizer.cut(text)):
-                found[f"{what} {text[:40]!r}… is longer than {tokenizer.limit} tokens; these words were cut: {cut}"] = (
-                    None
-                )
+        cuts = {name: _short(tokenizer.cut(text)) for name, tokenizer in engines.tokenizers.items()}
+        whole = [name for name, cut in cuts.items() if not cut]
+        for cut in dict.fromkeys(filter(None, cuts.values())):
+            by = [name for name in cuts if cuts[name] == cut]
+            but = f" ({_named(whole)} reads all of them)" if whole else ""
+            found.append(
+                f"{what} {text[:40]!r}… is longer than {engines.tokenizers[by[0]].limit} tokens of {_named(by)}; "
+                f"these words were cut: {cut}{but}"
+            )
     masks = {id(mask): grey_warning(mask) for mask in request.masks}
-    return (*found, *dict.fromkeys(filter(None, masks.values())))
+    return tuple(dict.fromkeys([*found, *filter(None, masks.values())]))
+
+
+def _named(several: Sequence[str]) -> str:
+    return " and ".join(several)
 
 
 def _short(text: str, limit: int = 200) -> str:

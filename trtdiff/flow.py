@@ -33,22 +33,6 @@ _NOT_DERIVED = (
 )  # fmt: skip
 
 
-def flow_start_of_strength(steps: int, strength: float) -> int:
-    """Give the start of image-to-image at this strength, as the pipelines of Stable Diffusion 3 and FLUX do.
-
-    They round down the steps that are skipped, where Stable Diffusion's round down those that are left: 4 steps at
-    strength 0.6 skip 1 here and 2 there.
-    """
-    if steps < 1:
-        raise UsageError(f"{steps} steps", hint="ask for at least one step")
-    if not 0 <= strength <= 1:
-        raise UsageError(f"strength {strength} is not between 0 and 1")
-    start = int(steps - min(steps * strength, steps))
-    if start == steps:
-        raise UsageError(f"strength {strength} of {steps} steps leaves no step to run", hint="raise the strength")
-    return start
-
-
 def shift_exponent(config: Any, pipeline: str, image_tokens: int) -> float:
     """Give `mu`, by which a pipeline has its scheduler shift the schedule: a line through two sizes.
 

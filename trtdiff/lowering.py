@@ -94,6 +94,7 @@ def compile_samplers(
     names: Sequence[str],
     optional: Sequence[str],
     family: str,
+    pipeline: str,
     image_tokens: int,
     sizes: Sequence[int],
     out: str,
@@ -119,8 +120,8 @@ def compile_samplers(
 
     kind = family_named(family)
     made = schedulers.compile_samplers(
-        config, names, path=Path(out, SAMPLERS_FILE), call=kind.schedule_call(image_tokens), choices=kind.schedulers(),
-        optional=optional, image_tokens=sizes, progress=tick,
+        config, names, path=Path(out, SAMPLERS_FILE), call=kind.schedule_call(pipeline, image_tokens),
+        choices=kind.schedulers(), optional=optional, image_tokens=sizes, progress=tick,
     )  # fmt: skip
     refused = dict(made.refused)
     return {"realised": {"samplers": [name for name in asked if name not in refused], "refused": refused}}

@@ -171,6 +171,7 @@ class Making:
                 "names": list(planned.names),
                 "optional": list(planned.optional),
                 "family": planned.spec.family,
+                "pipeline": planned.spec.pipeline,
                 "image_tokens": planned.spec.image_tokens,
                 "sizes": list(planned.spec.sizes),
                 "out": out,

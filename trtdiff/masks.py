@@ -6,10 +6,11 @@
     latent = mask_latent(pixels, rows, columns)        # what the loop mixes with, or the denoiser reads
     kept = masked_image(to_array(image, height, width), pixels)
 
-The order is diffusers': the grey mask is resized with Lanczos, then cut at one half, then brought to the latent's size
-by taking the nearest pixel. Three things differ. A mask of 1 bit or with a palette is resized as smoothly as a grey
-one, where Pillow alone would take the nearest pixel. Transparency is looked at (see `open_mask`); diffusers drops it.
-And a mask that leaves nothing to repaint is refused.
+As in diffusers it is resized with Lanczos, then cut at one half, then brought to the latent's size by taking the
+nearest pixel. Four things differ. A mask in colours becomes grey before it is resized, there after it, which is a level
+here and there. A mask of 1 bit or with a palette is resized as smoothly as a grey one, where Pillow alone would take
+the nearest pixel. Transparency is looked at (see `open_mask`); diffusers drops it. And a mask that leaves nothing to
+repaint is refused.
 """
 
 from pathlib import Path

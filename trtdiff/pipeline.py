@@ -20,9 +20,10 @@ from PIL import Image
 from trtdiff.bundle import BundleManifest
 from trtdiff.engines import Engines
 from trtdiff.errors import UsageError
-from trtdiff.execution import Execution, HalfDone, Picture, Progress, warnings_of
+from trtdiff.execution import Execution, HalfDone, Picture, Progress, finishing_table, warnings_of
 from trtdiff.receipt import Receipt
 from trtdiff.request import LoopKind, Request, Source, make_request
+from trtdiff.request_checks import real
 from trtdiff.types import Array
 
 __all__ = ["HalfDone", "Picture", "Pipeline", "Result", "load"]
@@ -94,7 +95,7 @@ class Pipeline:
         height: int | None = None,
         width: int | None = None,
         original_size: Sequence[int] | None = None,
-        crop: Sequence[int] = (0, 0),
+        crop: Sequence[int] | None = None,
         target_size: Sequence[int] | None = None,
         scheduler: str | None = None,
         image: Source | Sequence[Source] | None = None,
@@ -149,8 +150,16 @@ class Pipeline:
 
         As `denoising_end` of diffusers' SDXL pipelines. Pass what it gives to the refiner's `run`.
         """
+        fraction = real("at", at)
+        if request.masks:
+            raise UsageError("what a mask keeps would get noise again from the model that finishes",
+                             hint="leave the mask out, or make the pictures with one model")  # fmt: skip
         with self._lock:
-            return Execution(self._open(), request, progress, until=at).half_done()
+            return Execution(self._open(), request, progress, until=fraction).half_done()
+
+    def check_finish(self, request: Request, base: "Pipeline", begun: Request, at: float) -> None:
+        """Raise UsageError where `run(request, half_done=base.begin(begun, at))` would: before anything runs."""
+        finishing_table(self._open(), request, begun, base.manifest.facts.latent, real("at", at))
 
     def _open(self) -> Engines:
         if self._closed:
@@ -158,7 +167,7 @@ class Pipeline:
         return self._engines
 
     def warnings(self, request: Request) -> tuple[str, ...]:
-        """Say what of a request will not be followed as meant: words that prompts lose. The receipt holds it too."""
+        """Say what of a request will not be followed as meant: words that prompts lose. The receipt has it too."""
         return warnings_of(self._engines, request)
 
     def close(self) -> None:

@@ -174,7 +174,7 @@ def make_plan(
     component, or one that cannot be had together. ArtefactError: a cache of something else. MissingDependency.
     """
     sizes = resolve(profile, family(export.family).profile(export.facts))
-    check_sizes(sizes, export.facts.sizes_multiple_of)
+    check_sizes(sizes, export.facts.sizes_multiple_of, export.facts.largest)
     ranges = {**sizes.dims, "window": WINDOW}
     recipes, remarks = recipes_of(precision, targets)
     taken, more = options_of(options, recipes)
@@ -325,7 +325,7 @@ def _samplers(export: ExportManifest, schedulers: tuple[str, ...] | None, profil
     asked = tuple(dict.fromkeys([DEFAULT, *asked]))
     names, optional = (asked, ()) if schedulers else ((DEFAULT,), tuple(name for name in asked if name != DEFAULT))
     native = facts.image_tokens(facts.latent.height, facts.latent.width)
-    by_size = "image_tokens" in kind.schedule_call(native).identity
+    by_size = "image_tokens" in kind.schedule_call(export.checkpoint.pipeline, native).identity
     libraries = installed(_SAMPLERS_LIBRARIES)
     if absent := [name for name in ("diffusers", "torch") if name not in libraries]:
         raise MissingDependency(

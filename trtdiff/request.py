@@ -17,7 +17,6 @@ from trtdiff import request_checks as check
 from trtdiff.bundle import BundleManifest
 from trtdiff.errors import UsageError
 from trtdiff.families.base import Framing, Wish
-from trtdiff.flow import flow_start_of_strength
 from trtdiff.request_checks import MOST_GUIDANCE, Source
 from trtdiff.sampler import start_of_strength
 
@@ -28,8 +27,6 @@ LoopKind: TypeAlias = Literal["device", "host"]
 
 MOST = 100_000
 """Pictures of one request; more is a slip of the finger, and would be kept in memory until the last is done."""
-STRENGTH, MASKED_STRENGTH = 0.8, 1.0
-"""Of image-to-image and of inpainting, where none is asked for; diffusers' own defaults for Stable Diffusion."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +130,7 @@ def make_request(
     height: int | None = None,
     width: int | None = None,
     original_size: Sequence[int] | None = None,
-    crop: Sequence[int] = (0, 0),
+    crop: Sequence[int] | None = None,
     target_size: Sequence[int] | None = None,
     scheduler: str | None = None,
     image: Source | Sequence[Source] | None = None,
@@ -152,15 +149,17 @@ def make_request(
     if strength is not None and not sources:
         raise UsageError("strength is for image-to-image, and no image was given", hint="give an image to start from")
     if sources:
-        strength = check.real("strength", (MASKED_STRENGTH if masks else STRENGTH) if strength is None else strength)
+        usual = manifest.facts.strengths[bool(masks)]
+        strength = check.real("strength", usual if strength is None else strength)
     step_count = check.whole("steps", steps, least=1)
     rows, columns = check.size(manifest, height, width, sources)
-    scale, branch_scale = check.guidance_of(manifest, guidance, true_guidance)
+    unlike = check.negatives(manifest, negative, len(texts))
+    scale, branch_scale = check.guidance_of(manifest, guidance, true_guidance, unlike)
     if loop not in get_args(LoopKind):
         raise UsageError(f"no loop is called {loop!r}", hint=f"known: {', '.join(get_args(LoopKind))}")
     return Request(
         prompts=texts,
-        negatives=check.negatives(negative, len(texts)),
+        negatives=unlike,
         count=number,
         seed=check.seed(seed, len(texts) * number),
         steps=step_count,
@@ -173,9 +172,9 @@ def make_request(
         height=rows,
         width=columns,
         framing=Framing(
-            original=(rows, columns) if original_size is None else check.pair("original_size", original_size),
-            crop=check.pair("crop", crop),
-            target=(rows, columns) if target_size is None else check.pair("target_size", target_size),
+            original=check.pair(manifest, "original_size", original_size, (rows, columns), least=1),
+            crop=check.pair(manifest, "crop", crop, (0, 0), least=0),
+            target=check.pair(manifest, "target_size", target_size, (rows, columns), least=1),
         ),
         batch=check.batch(manifest, batch),
         sources=sources,
@@ -186,8 +185,8 @@ def make_request(
     )
 
 
-def _start(steps: int, strength: float | None, skips: str, *, masked: bool) -> int | None:
+def _start(steps: int, strength: float | None, skips: Literal["more", "fewer"], *, masked: bool) -> int | None:
     """Give the steps that are skipped. diffusers' inpainting takes strength 1 for pure noise, without the picture."""
     if strength is None or (masked and strength == 1):
         return None
-    return start_of_strength(steps, strength) if skips == "more" else flow_start_of_strength(steps, strength)
+    return start_of_strength(steps, strength, skips)

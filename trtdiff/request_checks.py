@@ -26,19 +26,33 @@ MOST_GUIDANCE = 1e6
 
 def texts(prompts: str | Sequence[str]) -> tuple[str, ...]:
     """Give the prompts, of which there is one at least."""
-    listed = (prompts,) if isinstance(prompts, str) else tuple(prompts)
+    listed = _several("prompts", prompts)
     if not listed:
         raise UsageError("no prompt was given", hint='an empty prompt is written ""')
     return tuple(check_text(text, what=f"prompt {number}") for number, text in enumerate(listed, 1))
 
 
-def negatives(negative: str | Sequence[str] | None, prompts: int) -> tuple[str | None, ...]:
+def _several(name: str, given: Any) -> tuple[Any, ...]:
+    """Give one or several values as a tuple."""
+    if isinstance(given, str | Path | Image.Image):
+        return (given,)
+    try:
+        return tuple(given)
+    except TypeError:
+        raise UsageError(f"{name} are a {type(given).__name__}: {str(given)[:80]}",
+                         hint="give one, or a list of them") from None  # fmt: skip
+
+
+def negatives(manifest: BundleManifest, negative: str | Sequence[str] | None, prompts: int) -> tuple[str | None, ...]:
     """Give one a prompt; None where nobody gave any, which is not to every model what an empty one is."""
     if negative is None:
         return (None,) * prompts
+    if manifest.facts.guided_by == "embedded":
+        raise UsageError(f"{manifest.name} embeds its guidance, and takes no negative prompt", hint="leave it out")
     if isinstance(negative, str):
         return (check_text(negative, what="the negative prompt"),) * prompts
-    listed = tuple(check_text(text, what=f"negative prompt {number}") for number, text in enumerate(negative, 1))
+    given = _several("negative prompts", negative)
+    listed = tuple(check_text(text, what=f"negative prompt {number}") for number, text in enumerate(given, 1))
     if len(listed) not in {1, prompts}:
         raise UsageError(f"there are {prompts} prompts and {len(listed)} negative prompts",
                          hint="give one negative prompt for all, or one for every prompt")  # fmt: skip
@@ -56,7 +70,7 @@ def sources(image: Source | Sequence[Source] | None, prompts: int, manifest: Bun
     if not any("vae_encoder" in components for components in manifest.engines.values()):
         raise UsageError(f"the bundle {manifest.name} makes no pictures from pictures: it has no vae_encoder engine",
                          hint="build it with all components")  # fmt: skip
-    return _each(tuple(open_image(source) for source in _listed(image)), prompts, "images")
+    return _each(tuple(open_image(source) for source in _several("images", image)), prompts, "images")
 
 
 def masks(
@@ -73,14 +87,10 @@ def masks(
         raise UsageError("a mask says where to paint a picture anew, and no image was given", hint="give an image too")
     if not {"inpaint", "inpaint-channels"} & set(modes):
         raise UsageError(f"{manifest.name} is of a family that does not inpaint", hint="leave the mask out")
-    opened = _each(tuple(open_mask(source) for source in _listed(mask)), len(pictures), "masks")
+    opened = _each(tuple(open_mask(source) for source in _several("masks", mask)), len(pictures), "masks")
     for one, picture in zip(opened, pictures, strict=True):
         check_aspect(one, picture)
     return opened
-
-
-def _listed(given: Source | Sequence[Source]) -> tuple[Source, ...]:
-    return (given,) if isinstance(given, str | Path | Image.Image) else tuple(given)
 
 
 def _each(given: tuple[Image.Image, ...], prompts: int, what: str) -> tuple[Image.Image, ...]:
@@ -93,7 +103,11 @@ def _each(given: tuple[Image.Image, ...], prompts: int, what: str) -> tuple[Imag
 def size(
     manifest: BundleManifest, height: int | None, width: int | None, sources: Sequence[Image.Image]
 ) -> tuple[int, int]:
-    """Asked for, else the first source's own size rounded down (as diffusers does), else the checkpoint's native."""
+    """Asked for, else the first source's own size rounded down, else the checkpoint's native.
+
+    A source's own size is what image to image of Stable Diffusion and XL takes in diffusers; the other pipelines there
+    that take a picture stretch it to the native size.
+    """
     latent, step = manifest.facts.latent, manifest.facts.sizes_multiple_of
     native = {"height": latent.height, "width": latent.width}
     if sources:
@@ -166,7 +180,9 @@ def whole(name: str, value: Any, *, least: int) -> int:
     return number
 
 
-def guidance_of(manifest: BundleManifest, guidance: float | None, true_guidance: float | None) -> tuple[float, float]:
+def guidance_of(
+    manifest: BundleManifest, guidance: float | None, true_guidance: float | None, negatives: Sequence[str | None]
+) -> tuple[float, float]:
     """Give the scale that was asked for, and the one that weighs the branches: 1 where there is only one."""
     facts, span = manifest.facts, manifest.profile.dims.get("branches")
     most = span.max if span else 2
@@ -177,9 +193,14 @@ def guidance_of(manifest: BundleManifest, guidance: float | None, true_guidance:
                          hint="give guidance")  # fmt: skip
     other = {"branches": scale, "embedded": 1.0}
     branches = other.get(facts.guided_by, _scale("true_guidance", 1.0 if true_guidance is None else true_guidance))
+    if facts.guided_by == "embedded, branches" and branches > 1 and None in negatives:
+        raise UsageError("true_guidance weighs a negative prompt, and none was given", hint='give one; "" is one too')
     if branches > 1 and most == 1:
         raise UsageError(f"guidance {branches:g} needs a branch for the negative prompt, which the engines do not have",
                          hint="give guidance 1, or build with --profile branches=1:2:2")  # fmt: skip
+    if branches <= 1 and span and span.min > 1:
+        raise UsageError(f"guidance {branches:g} needs engines that leave the negative prompt out, and these cannot",
+                         hint="give more than 1, or build with --profile branches=1:2:2")  # fmt: skip
     return scale, branches
 
 
@@ -207,7 +228,9 @@ def weighted(manifest: BundleManifest, asked: bool) -> bool:  # noqa: FBT001
     if asked and not manifest.facts.weighted:
         raise UsageError(f"prompts of {manifest.family} cannot be weighted or longer than a row",
                          hint="leave weighted out")  # fmt: skip
-    return bool(asked)
+    if not isinstance(asked, bool):
+        raise UsageError(f"weighted {asked!r} is neither True nor False")
+    return asked
 
 
 def fraction(name: str, value: float) -> float:
@@ -218,16 +241,22 @@ def fraction(name: str, value: float) -> float:
     return number
 
 
-def pair(name: str, value: Any) -> tuple[int, int]:
-    """Check a size [height, width] or a place [top, left], in pixels."""
+def pair(manifest: BundleManifest, name: str, value: Any, usual: tuple[int, int], *, least: int) -> tuple[int, int]:
+    """Check a size [height, width] or a place [top, left], in pixels, of what a model is told."""
+    if value is None:
+        return usual
+    if name not in manifest.facts.framed:
+        raise UsageError(f"{manifest.name} is told no {name.replace('_', ' ')}", hint=f"leave {name} out")
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise UsageError(f"{name} {value!r} is not a pair of pixels", hint="give height and width, or top and left")
-    first, second = (whole(name, side, least=0) for side in value)
+    first, second = (whole(name, side, least=least) for side in value)
     return first, second
 
 
 def real(name: str, value: Any) -> float:
     """Check a finite number."""
+    if isinstance(value, bool):
+        raise UsageError(f"{name} {value!r} is not a number")
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -22,6 +22,7 @@ Tables are made from diffusers' own schedulers by `trtdiff.export.schedulers`; h
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -253,17 +254,18 @@ def run_loop(
     return latent(table.calls)
 
 
-def start_of_strength(steps: int, strength: float) -> int:
+def start_of_strength(steps: int, strength: float, skips: Literal["more", "fewer"] = "more") -> int:
     """Give the start of image-to-image at this strength: how many of the steps are skipped.
 
-    As diffusers' `StableDiffusionImg2ImgPipeline.get_timesteps`. Strength 1 skips none, and still starts from the
-    noised image.
+    As `get_timesteps` of diffusers' image-to-image pipelines: Stable Diffusion's round down the steps that are left,
+    those of flow matching the steps that are skipped: 4 steps at strength 0.6 skip 2 or 1. Strength 1 skips none, and
+    still starts from the noised image.
     """
     if steps < 1:
         raise UsageError(f"{steps} steps", hint="ask for at least one step")
     if not 0 <= strength <= 1:
         raise UsageError(f"strength {strength} is not between 0 and 1")
-    left = min(int(steps * strength), steps)
+    left = int(steps * strength) if skips == "more" else steps - int(steps - steps * strength)
     if left < 1:
         raise UsageError(
             f"strength {strength} of {steps} steps leaves no step to run",

@@ -15,6 +15,7 @@ from PIL import Image
 
 from trtdiff.backends.blame import first_non_finite
 from trtdiff.engines import Engines
+from trtdiff.families.base import LatentFacts
 from trtdiff.families.unet import MASK, MASKED
 from trtdiff.images import to_array
 from trtdiff.loop import Start, check_finite
@@ -43,6 +44,10 @@ class HalfDone:
     latents: Array  # [N, C, h, w] float32, with noise in them
     at: float
     """Fraction of the way that is done."""
+    request: Request
+    """What was asked of the model that began them."""
+    space: LatentFacts
+    """Of that model."""
     by: Mapping[str, Any]
     """Who began them: bundle, scheduler, steps, guidance and seconds, for the receipt."""
 

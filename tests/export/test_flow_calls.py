@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from trtdiff.errors import SamplerError, UsageError
-from trtdiff.flow import flow_start_of_strength, flow_table
+from trtdiff.flow import flow_table
 from trtdiff.noise import TorchStream
-from trtdiff.sampler import run_loop
+from trtdiff.sampler import run_loop, start_of_strength
 from trtdiff.sampler_book import SamplerBook, read_table
 
 torch = pytest.importorskip("torch")
@@ -119,7 +119,7 @@ def test_tables_equal_stable_diffusion_3(sd3, config, name, strength, masked):
     )  # fmt: skip
     scheduler = make_scheduler(config, name, call, FLOW_SCHEDULERS)
     expected, clean = run_pipeline(kind, parts, embeds, scheduler, strength, masked)
-    start = None if strength in {None, 1.0} else flow_start_of_strength(6, strength)
+    start = None if strength in {None, 1.0} else start_of_strength(6, strength, "fewer")
     table = table_of(config, name, call, 6, start)
 
     def transformer(latent, timestep, _index):
@@ -154,7 +154,7 @@ def test_tables_equal_flux(flux, config, name, strength, masked):
     )  # fmt: skip
     scheduler = make_scheduler(config, name, call, FLOW_SCHEDULERS)
     expected, clean = run_pipeline(kind, parts, embeds, scheduler, strength, masked)
-    table = table_of(config, name, call, 6, None if strength is None else flow_start_of_strength(6, strength))
+    table = table_of(config, name, call, 6, None if strength is None else start_of_strength(6, strength, "fewer"))
     places = diffusers.FluxPipeline._prepare_latent_image_ids(1, 4, 4, "cpu", torch.float32)
 
     def pack(latent):

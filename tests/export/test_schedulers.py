@@ -350,7 +350,7 @@ def test_brownian_trees_are_refused_by_name(config):
 
 @pytest.mark.parametrize("config", [{}, {"_class_name": "UNet2DModel"}, {"_class_name": "NoSuchScheduler"}])
 def test_what_is_no_scheduler(config):
-    with pytest.raises(SamplerError, match="no such scheduler"):
+    with pytest.raises(SamplerError, match="has no scheduler"):
         make_scheduler(config)
 
 

@@ -1,5 +1,7 @@
 """T5's tokenizer from spiece.model against what transformers makes of the same file, rows and masks included."""
 
+from importlib import import_module
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Library
@@ -53,8 +55,8 @@ def folder(tmp_path):
 def theirs(folder, monkeypatch):
     """transformers' own; it asks for sentencepiece before it reads the file, and then does not use it."""
     import transformers
-    from transformers import convert_slow_tokenizer
 
+    convert_slow_tokenizer = import_module("transformers.convert_slow_tokenizer")
     monkeypatch.setattr(convert_slow_tokenizer, "requires_backends", lambda *_: None)
     return transformers.T5TokenizerFast.from_pretrained(folder, local_files_only=True)
 
@@ -140,8 +142,7 @@ def test_another_kind_of_model_is_refused(folder, changes):
 
 
 def test_without_protobuf_the_library_is_named(folder, monkeypatch):
-    from transformers import convert_slow_tokenizer
-
+    convert_slow_tokenizer = import_module("transformers.convert_slow_tokenizer")
     monkeypatch.setattr(convert_slow_tokenizer, "is_sentencepiece_available", lambda: False)
     monkeypatch.setattr(convert_slow_tokenizer, "is_protobuf_available", lambda: False)
     with pytest.raises(MissingDependency, match="protobuf"):

@@ -47,8 +47,8 @@ class Base(StableDiffusionXLCall):
 
     fraction: float = 0
 
-    def timesteps(self, scheduler, steps, start):
-        timesteps = super().timesteps(scheduler, steps, start)
+    def timesteps(self, scheduler, start):
+        timesteps = super().timesteps(scheduler, start)
         return timesteps[timesteps >= round(TRAINED - self.fraction * TRAINED)]
 
 
@@ -58,8 +58,8 @@ class Refiner(StableDiffusionXLCall):
 
     fraction: float = 0
 
-    def timesteps(self, scheduler, steps, start):
-        return refiner_timesteps(scheduler, steps, self.fraction)[0]
+    def timesteps(self, scheduler, start):
+        return refiner_timesteps(scheduler, scheduler.num_inference_steps, self.fraction)[0]
 
     def first_latent(self, scheduler, noise, clean, timesteps):
         return clean

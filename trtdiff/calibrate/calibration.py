@@ -236,12 +236,13 @@ class Calibration:
 
         facts = self._manifest.facts
         size = (self._settings.height, self._settings.width)
-        call, good = family(self._manifest.family).schedule_call(facts.image_tokens(*size)), []
+        pipeline = self._manifest.checkpoint.pipeline
+        call, good = family(self._manifest.family).schedule_call(pipeline, facts.image_tokens(*size)), []
         for steps in range(1, MAX_STEPS + 1):
             scheduler = make_scheduler(self._manifest.scheduler, call=call)
             try:
                 call.set_timesteps(scheduler, steps)
-                found = {band_of(float(time_), bands) for time_ in call.timesteps(scheduler, steps, None)}
+                found = {band_of(float(time_), bands) for time_ in call.timesteps(scheduler, None)}
             except Exception:  # noqa: BLE001, S112 - a scheduler refuses a step count in its own way
                 continue
             if len(found) == len(bands):

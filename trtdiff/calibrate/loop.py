@@ -48,7 +48,8 @@ def compile_table(
     path = scratch / "samplers.safetensors"
     try:
         kind, facts = family(manifest.family), manifest.facts
-        call = kind.schedule_call(facts.image_tokens(*(size or (facts.latent.height, facts.latent.width))))
+        tokens = facts.image_tokens(*(size or (facts.latent.height, facts.latent.width)))
+        call = kind.schedule_call(manifest.checkpoint.pipeline, tokens)
         schedulers.compile_samplers(
             manifest.scheduler, [SCHEDULER], path=path, call=call, choices=kind.schedulers(), steps=[steps]
         )

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trtdiff.request import Request
 
 PATH = click.Path(path_type=Path)
+REFINE_AT = 0.8
 
 
 @click.command(context_settings=HELP)
@@ -43,7 +44,7 @@ PATH = click.Path(path_type=Path)
 @click.option("--height", type=int, metavar="PIXELS", help="[default: the checkpoint's, or the image's]")
 @click.option("--width", type=int, metavar="PIXELS", help="[default: the checkpoint's, or the image's]")
 @click.option("--original-size", type=(int, int), metavar="HEIGHT WIDTH", help="What SDXL is told its picture had.")
-@click.option("--crop", type=(int, int), default=(0, 0), metavar="TOP LEFT", help="Where SDXL is told it was cut out.")
+@click.option("--crop", type=(int, int), metavar="TOP LEFT", help="Where SDXL is told it was cut out.")
 @click.option("--target-size", type=(int, int), metavar="HEIGHT WIDTH", help="What SDXL is told it is to have.")
 @click.option("--scheduler", metavar="NAME", help="[default: the checkpoint's]")
 @click.option(
@@ -52,10 +53,10 @@ PATH = click.Path(path_type=Path)
 @click.option("--mask", type=PATH, multiple=True,
               help="Paint anew only where this is white; one for all pictures, or one for each.")  # fmt: skip
 @click.option("--strength", type=float,
-              help="How much of the picture to change, 0 to 1.  [default: 0.8; with a mask 1]")  # fmt: skip
+              help="How much of the picture to change, 0 to 1.  [default: that of diffusers' pipeline]")  # fmt: skip
 @click.option("--refiner", type=PATH, metavar="BUNDLE", help="Let this bundle finish the pictures (SDXL's refiner).")
-@click.option("--refine-at", type=float, default=0.8, show_default=True, metavar="FRACTION",
-              help="When the refiner takes over: the part of the way that is done by then.")  # fmt: skip
+@click.option("--refine-at", type=float, metavar="FRACTION",
+              help="When the refiner takes over: the part of the way done by then.  [default: 0.8]")  # fmt: skip
 @click.option("--grid", is_flag=True, help="Write a contact sheet too: OUTPUT itself, beside the numbered pictures.")
 @click.option("--batch", type=int, help="Pictures computed at once, at most.  [default: as many as the engines take]")
 @click.option("--backend", metavar="NAME", help="[default: the best of the bundle's that runs here]")
@@ -78,14 +79,14 @@ def run(
     height: int | None,
     width: int | None,
     original_size: tuple[int, int] | None,
-    crop: tuple[int, int],
+    crop: tuple[int, int] | None,
     target_size: tuple[int, int] | None,
     scheduler: str | None,
     image: tuple[Path, ...],
     mask: tuple[Path, ...],
     strength: float | None,
     refiner: Path | None,
-    refine_at: float,
+    refine_at: float | None,
     grid: bool,
     batch: int | None,
     backend: str | None,
@@ -117,6 +118,7 @@ def run(
         "height": height, "width": width, "original_size": original_size, "crop": crop, "target_size": target_size,
         "scheduler": scheduler, "batch": batch, "loop": "host" if host_loop else "device",
     }  # fmt: skip
+    at = _refine_at(refine_at, refiner)
     with ExitStack() as stack:
         pipeline = stack.enter_context(trtdiff.load(bundle, backend, threads))
         final = pipeline if refiner is None else stack.enter_context(trtdiff.load(refiner, backend, threads))
@@ -129,7 +131,7 @@ def run(
         if seed == "random":
             asked["seed"] = request.seed
             note(f"seed {request.seed}")
-        last = request if final is pipeline else _to_finish(final, request, prompts, asked)
+        last = request if final is pipeline else _to_finish(final, pipeline, request, prompts, asked, at)
         out = Output.of(output, request, sheet=grid)
         for warning in pipeline.warnings(request):
             note(f"warning: {warning}")
@@ -143,7 +145,7 @@ def run(
                 if not as_json:
                     say(str(written[-1]))
 
-            begun = None if final is pipeline else pipeline.begin(request, refine_at, progress=progress)
+            begun = None if final is pipeline else pipeline.begin(request, at, progress=progress)
             result = final.run(last, half_done=begun, progress=progress, finished=save)
         tell = _until_closed(click.echo)
         for path in out.finish(result.pictures, result.receipt):
@@ -158,16 +160,31 @@ def run(
         note(f"{pictures} in {receipt.seconds:.2f} s, {1000 * step.median:.1f} ms a step; loaded in {loaded:.2f} s")
 
 
-def _to_finish(refiner: "Pipeline", begun: "Request", prompts: tuple[str, ...], asked: Mapping[str, Any]) -> "Request":
-    """Ask a refiner for the same pictures, with its own scheduler. Raises UsageError where it cannot make them."""
+def _refine_at(asked: float | None, refiner: Path | None) -> float:
     from trtdiff.errors import UsageError
+
+    if asked is not None and refiner is None:
+        raise UsageError("there is no refiner to take over", where="--refine-at", hint="give --refiner BUNDLE")
+    return REFINE_AT if asked is None else asked
+
+
+def _to_finish(
+    refiner: "Pipeline",
+    base: "Pipeline",
+    begun: "Request",
+    prompts: tuple[str, ...],
+    asked: Mapping[str, Any],
+    at: float,
+) -> "Request":
+    """Ask a refiner for the same pictures, with its own scheduler. Raises UsageError where it cannot finish them."""
     from trtdiff.request import make_request
 
-    if begun.sources:
-        raise UsageError("a refiner finishes pictures that were begun from text", where="--refiner",
-                         hint="leave out --image, or --refiner")  # fmt: skip
-    own = {"height": begun.height, "width": begun.width, "guidance": begun.guidance, "scheduler": None}
-    return make_request(refiner.manifest, prompts, **{**asked, **own, "clip_skip": 0})
+    own = {"height": begun.height, "width": begun.width, "guidance": begun.guidance, "scheduler": None, "clip_skip": 0}
+    told = refiner.manifest.facts.framed
+    own |= dict.fromkeys(name for name in ("original_size", "crop", "target_size") if name not in told)
+    request = make_request(refiner.manifest, prompts, **{**asked, **own})
+    refiner.check_finish(request, base, begun, at)
+    return request
 
 
 def _until_closed(say: Callable[[str], None]) -> Callable[[str], None]:

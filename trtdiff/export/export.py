@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from trtdiff import __version__
 from trtdiff.checkpoint import Checkpoint
 from trtdiff.digest import file_digest
-from trtdiff.errors import CheckpointError, UsageError
+from trtdiff.errors import CheckpointError, SamplerError, UsageError
 from trtdiff.export.folder import current, export_code, library_versions, require_replaceable
 from trtdiff.export.manifest import (
     EXPORT_FILE,
@@ -153,6 +153,7 @@ def _export(
     reporter: Reporter,
 ) -> Export:
     """Make it, and put it into its place."""
+    _check_scheduler(checkpoint, family)
     exported: dict[str, ExportedComponent] = {}
     reports: dict[str, ComponentReport] = {}
     with replaced_folder(out) as folder:
@@ -307,6 +308,17 @@ def _described(family: ModelFamily, checkpoint: Checkpoint) -> tuple[ComponentSp
         raise CheckpointError(
             f"a config of the checkpoint has a value of the wrong kind: {error}", where=where, hint=hint
         ) from None
+
+
+def _check_scheduler(checkpoint: Checkpoint, family: ModelFamily) -> None:
+    """Refuse now what no build could make a table of."""
+    from trtdiff.export.schedulers import check_default
+
+    try:
+        check_default(checkpoint.configs.get("scheduler", {}), family.schedule_call(checkpoint.pipeline, 0))
+    except SamplerError as error:
+        where = f"{checkpoint.path}/scheduler/scheduler_config.json: _class_name"
+        raise CheckpointError(error.message, where=where, hint=error.hint) from None
 
 
 def _chosen(specs: tuple[ComponentSpec, ...], components: Sequence[str] | None) -> tuple[ComponentSpec, ...]:

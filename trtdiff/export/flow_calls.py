@@ -3,8 +3,8 @@
 They mix noise and picture with `scale_noise`, start from the noise as it is, and hand nothing to `step` but prediction,
 timestep and latent: a scheduler that draws noise would take it from the global generator, and is refused for that.
 Where the config asks for dynamic shifting, the schedule depends on the number of image tokens, so that is a part of the
-call. Their image-to-image pipelines round a strength to a start in another way than Stable Diffusion's:
-`trtdiff.flow.flow_start_of_strength`.
+call. Their image-to-image pipelines round a strength to a start in another way than Stable Diffusion's
+(`trtdiff.sampler.start_of_strength`).
 """
 
 from abc import abstractmethod
@@ -37,15 +37,6 @@ class FlowCall(ScheduleCall):
 
     def adopt(self, scheduler: Any) -> None:
         """Change nothing."""
-
-    def timesteps(self, scheduler: Any, steps: int, start: int | None) -> Any:  # noqa: ARG002 - the base class's steps
-        """`get_timesteps` of the image-to-image pipelines; text to image leaves the begin index unset."""
-        if start is None:
-            return scheduler.timesteps
-        begin = start * scheduler.order
-        if hasattr(scheduler, "set_begin_index"):
-            scheduler.set_begin_index(begin)
-        return scheduler.timesteps[begin:]
 
     def first_latent(self, scheduler: Any, noise: Any, clean: Any | None, timesteps: Any) -> Any:
         """`prepare_latents` of either pipeline."""
@@ -103,8 +94,8 @@ class FluxCall(FlowCall):
         else:
             scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=exponent)
 
-    def timesteps(self, scheduler: Any, steps: int, start: int | None) -> Any:
+    def timesteps(self, scheduler: Any, start: int | None) -> Any:
         """Text to image sets the begin index too; image to image knows no flow sigmas of a scheduler's own."""
         if start is not None and scheduler.config.get("use_flow_sigmas"):
             raise ValueError("FluxImg2ImgPipeline gives sigmas, and this scheduler makes its own in FluxPipeline")
-        return super().timesteps(scheduler, steps, start or 0)
+        return super().timesteps(scheduler, start or 0)

@@ -29,9 +29,17 @@ class ScheduleCall(ABC):
     def set_timesteps(self, scheduler: Any, steps: int) -> None:
         """Prepare the scheduler for this many steps."""
 
-    @abstractmethod
-    def timesteps(self, scheduler: Any, steps: int, start: int | None) -> Any:  # [calls]
-        """Give the timesteps of the loop, one a model call; a start (image to image) skips that many steps."""
+    def timesteps(self, scheduler: Any, start: int | None) -> Any:  # [calls]
+        """Give the timesteps of the loop, one a model call; a start (image to image) skips that many steps.
+
+        As `get_timesteps` of the image-to-image pipelines; text to image leaves the begin index unset.
+        """
+        if start is None:
+            return scheduler.timesteps
+        begin = start * scheduler.order
+        if hasattr(scheduler, "set_begin_index"):
+            scheduler.set_begin_index(begin)
+        return scheduler.timesteps[begin:]
 
     @abstractmethod
     def first_latent(self, scheduler: Any, noise: Any, clean: Any | None, timesteps: Any) -> Any:
@@ -50,40 +58,39 @@ class ScheduleCall(ABC):
         """Take one step."""
 
 
+_FIRST_YEAR = {"steps_offset": 1, "clip_sample": False}
+REWRITES: Mapping[str, Mapping[str, Any]] = {
+    "StableDiffusionPipeline": _FIRST_YEAR,
+    "StableDiffusionImg2ImgPipeline": _FIRST_YEAR,
+    "StableDiffusionInpaintPipeline": {"steps_offset": 1, "skip_prk_steps": True},
+}
+"""Pipeline class → fields of a scheduler's config that its constructor sets, where the config has them."""
+
+
 @dataclass(frozen=True)
 class StableDiffusionCall(ScheduleCall):
-    """Stable Diffusion 1 and 2: StableDiffusionPipeline and StableDiffusionImg2ImgPipeline."""
+    """Stable Diffusion 1 and 2: StableDiffusionPipeline, its image-to-image and inpainting pipelines, and LCM's."""
 
+    pipeline: str = "StableDiffusionPipeline"
+    """The checkpoint's class: each has a constructor of its own."""
     eta: float = 0.0
     """The pipeline's `eta`, passed to every scheduler whose step takes one (DDIM, TCD)."""
 
     @property
     def identity(self) -> Mapping[str, Any]:
         """Name and options."""
-        return {"pipeline": "stable-diffusion", "eta": self.eta}
+        return {"pipeline": self.pipeline, "eta": self.eta}
 
     def adopt(self, scheduler: Any) -> None:
-        """Do as the constructor does with configs of its first year: `steps_offset` is 1, `clip_sample` is not true."""
-        config = dict(scheduler.config)
-        if config.get("steps_offset", 1) != 1:
-            config["steps_offset"] = 1
-        if config.get("clip_sample", False) is True:
-            config["clip_sample"] = False
-        if config != dict(scheduler.config):
+        """Do as the constructor does with configs of the first year (`REWRITES`)."""
+        known = dict(scheduler.config)
+        config = known | {field: value for field, value in REWRITES.get(self.pipeline, {}).items() if field in known}
+        if config != known:
             scheduler._internal_dict = type(scheduler.config)(config)  # noqa: SLF001 - the pipeline does it in these words
 
     def set_timesteps(self, scheduler: Any, steps: int) -> None:
         """`retrieve_timesteps` without custom timesteps or sigmas."""
         scheduler.set_timesteps(steps)
-
-    def timesteps(self, scheduler: Any, steps: int, start: int | None) -> Any:  # noqa: ARG002 - other families need steps
-        """`get_timesteps` of the image-to-image pipeline; text to image leaves the begin index unset."""
-        if start is None:
-            return scheduler.timesteps
-        begin = start * scheduler.order
-        if hasattr(scheduler, "set_begin_index"):
-            scheduler.set_begin_index(begin)
-        return scheduler.timesteps[begin:]
 
     def first_latent(self, scheduler: Any, noise: Any, clean: Any | None, timesteps: Any) -> Any:
         """`prepare_latents` of either pipeline."""
@@ -118,7 +125,7 @@ class StableDiffusionXLCall(StableDiffusionCall):
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """Name and options."""
+        """Name and options; all of the family's pipelines are one here."""
         return {"pipeline": "stable-diffusion-xl", "eta": self.eta}
 
     def adopt(self, scheduler: Any) -> None:
@@ -137,11 +144,11 @@ class PixArtCall(StableDiffusionXLCall):
         """Name and options."""
         return {"pipeline": "pixart", "eta": self.eta}
 
-    def timesteps(self, scheduler: Any, steps: int, start: int | None) -> Any:
+    def timesteps(self, scheduler: Any, start: int | None) -> Any:
         """Text to image sets the begin index too."""
         if start is None and hasattr(scheduler, "set_begin_index"):
             scheduler.set_begin_index(0)
-        return super().timesteps(scheduler, steps, start)
+        return super().timesteps(scheduler, start)
 
     def step(self, scheduler: Any, prediction: Any, timestep: Any, latent: Any, generator: Any) -> Any:
         """Take the estimate of the clean latent where there is one step; schedulers that give none cannot do it."""
@@ -175,7 +182,7 @@ def diffusers_loop(
     step 0.
     """
     call.set_timesteps(scheduler, steps)
-    timesteps = call.timesteps(scheduler, steps, 0 if start is None and mask is not None else start)
+    timesteps = call.timesteps(scheduler, 0 if start is None and mask is not None else start)
     latent = call.first_latent(scheduler, noise, clean if start is not None else None, timesteps)
     for index, timestep in enumerate(timesteps):
         prediction = predict(call.model_input(scheduler, latent, timestep), timestep, index)

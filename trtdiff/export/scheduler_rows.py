@@ -118,7 +118,7 @@ class Prober:
         scheduler, call = self.scheduler, self.call
         self.stage.restore(self._fresh)
         with _its_reason():
-            timesteps = call.timesteps(scheduler, self.steps, start)
+            timesteps = call.timesteps(scheduler, start)
             run = self._begin(start, timesteps)
         for index, timestep in enumerate(timesteps):
             with _its_reason():
@@ -163,7 +163,7 @@ class Prober:
         try:
             with _its_reason():
                 if start is None:
-                    self.call.timesteps(self.scheduler, self.steps, 0)
+                    self.call.timesteps(self.scheduler, 0)
                 row = self.call.noised(self.scheduler, clean, noise, timestep).flatten().tolist()
             run.known.append((row[0], row[1]))
             run.no_mask = "" if np.isfinite(row).all() else "diffusers' own noised latent is not finite"

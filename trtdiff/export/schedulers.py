@@ -101,6 +101,8 @@ REFUSED: dict[str, str] = dict.fromkeys(
 
 ANOTHER = "choose another scheduler"
 MAX_STEPS = 100
+TRIED_STEPS = (1, 4, 20)
+"""Step counts of which a scheduler must take one: some refuse few, distilled ones refuse many."""
 MAX_WINDOW = 16
 """Entries. Known schedulers need 1 to 4; PNDM with its Runge-Kutta warm-up needs 11."""
 RESIDUAL = 1e-12
@@ -219,6 +221,24 @@ def compile_samplers(
     return CompiledSamplers(path, path.stat().st_size, tuple(reports), refused)
 
 
+def check_default(config: Mapping[str, Any], call: ScheduleCall) -> None:
+    """Raise SamplerError where the checkpoint's own scheduler is not known, or its pipeline cannot call it."""
+    scheduler, reasons = make_scheduler(config, DEFAULT, call), []
+    with _quiet(), Stage(scheduler) as stage:
+        for count in TRIED_STEPS:
+            try:
+                Prober(stage, call, count).run(None)
+            except RefusedSteps as error:
+                reasons.append(str(error))
+            else:
+                return
+    kind = type(scheduler).__name__
+    raise SamplerError(
+        f"the pipeline cannot call its scheduler {kind}: {reasons[-1]}", where=f"scheduler class {kind}",
+        hint="put the scheduler there that the model was trained with"
+    )  # fmt: skip
+
+
 def compile_sampler(
     scheduler: Any,
     name: str,
@@ -247,7 +267,7 @@ def compile_sampler(
             say(name, len(runs) + len(refused_steps), 2 * len(steps))
         if not runs:
             raise SamplerError(
-                f"{name}: {kind} runs at no step count: {next(iter(refused_steps.values()))}", where=where
+                f"{name}: {kind} runs at no step count: {next(iter(refused_steps.values()))}", where=where, hint=ANOTHER
             )
         window = _window(name, [run for _, run in runs.values()])
         order = getattr(scheduler, "order", 1)
@@ -311,7 +331,11 @@ def _from_config(class_name: str, config: Mapping[str, Any], overrides: Mapping[
         raise SamplerError(f"{class_name} cannot be compiled: {REFUSED[class_name]}", where=where, hint=ANOTHER)
     scheduler_class = getattr(importlib.import_module("diffusers"), class_name or "-", None)
     if not isinstance(scheduler_class, type) or not class_name.endswith("Scheduler"):
-        raise SamplerError("diffusers has no such scheduler", where=where, hint="scheduler_config.json names the class")
+        raise SamplerError(
+            f"diffusers has no scheduler {class_name or 'without a name'}",
+            where=where,
+            hint="scheduler_config.json names the class",
+        )
     config = {name: float(value) if value in INFINITE else value for name, value in config.items()}
     try:
         return scheduler_class.from_config(config, **overrides)  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trtdiff.errors import CheckpointError
-from trtdiff.families.base import ComponentSpec, Config, LatentFacts, field_of
+from trtdiff.families.base import ComponentSpec, Config, LatentFacts, field_of, require_class
 from trtdiff.types import TensorSpec
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ OVERFLOWS = {"*": "its config says force_upcast: values are known to leave float
 
 def latent_facts(configs: Mapping[str, Config], sample_size: Any, *, where: str) -> LatentFacts:
     """Read the latent space from the VAE's config; the native size is `sample_size` latent rows and columns, or one."""
+    require_class(configs, "vae", "AutoencoderKL")
     downscale = 2 ** (len(field_of(configs, "vae", "block_out_channels", list)) - 1)
     sides = [sample_size] * 2 if isinstance(sample_size, int) else sample_size
     if not (isinstance(sides, list | tuple) and len(sides) == 2 and all(_positive(side) for side in sides)):
@@ -48,9 +49,7 @@ def latent_dims(latent: LatentFacts, channels: int | None = None) -> tuple[int |
     return ("batch", latent.channels if channels is None else channels, rows, columns)
 
 
-def vae_components(
-    configs: Mapping[str, Config], latent: LatentFacts, *, multiple: int = 1
-) -> tuple[ComponentSpec, ...]:
+def vae_components(configs: Mapping[str, Config], latent: LatentFacts) -> tuple[ComponentSpec, ...]:
     """Describe decoder and encoder."""
     latents, image = latent_dims(latent), ("batch", 3, "height", "width")
     unmeasured = OVERFLOWS if configs["vae"].get("force_upcast") is True else {}
@@ -63,7 +62,6 @@ def vae_components(
             build=_decoder,
             prefix="vae",
             keep_unmeasured=unmeasured,
-            multiple=multiple,
         ),
         ComponentSpec(
             name="vae_encoder",
@@ -73,7 +71,6 @@ def vae_components(
             build=_encoder,
             prefix="vae",
             keep_unmeasured=unmeasured,
-            multiple=multiple,
         ),
     )
 

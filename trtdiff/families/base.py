@@ -81,6 +81,10 @@ class ModelFacts:
     """Layers of a CLIP text encoder of which the last may be skipped; 0: none may."""
     weighted: bool = False
     """Whether prompts may have weights, and more rows than one."""
+    framed: tuple[str, ...] = ()
+    """What the model is told of its picture beside the size: some of `original_size`, `crop`, `target_size`."""
+    strengths: tuple[float, float] = (0.8, 1.0)
+    """Of image to image and of inpainting where none is asked for: the defaults of diffusers' pipelines."""
     largest: int = 0
     """Most pixels of a side, where positions end somewhere; 0: no end."""
     own: Mapping[str, Any] = field(default_factory=dict)
@@ -200,6 +204,24 @@ class ComponentSpec:
         return drawn.astype(tensor.dtype)
 
 
+def padding_of(config: Config, usual: str) -> str:
+    """Give the padding token of a tokenizer's config: a word, or a dictionary that holds it."""
+    pad = config.get("pad_token") or usual
+    return str(pad["content"] if isinstance(pad, Mapping) else pad)
+
+
+def require_class(configs: Mapping[str, Config], folder: str, *known: str) -> None:
+    """Refuse a component of another class than those that are known, by what model_index.json says of it."""
+    entry = configs.get("model_index", {}).get(folder)
+    name = entry[1] if isinstance(entry, list | tuple) and len(entry) == 2 else known[0]
+    if name not in known:
+        raise CheckpointError(
+            f"the component {folder} is of the class {name}; {' or '.join(known)} is expected",
+            where=f"model_index.json: {folder}",
+            hint=f"use a checkpoint whose {folder} is of that class",
+        )
+
+
 def field_of(configs: Mapping[str, Config], folder: str, name: str, kind: type[T], default: T | None = None) -> T:
     """Give a field of a component's config, of the type it must have. CheckpointError names file and field."""
     value = configs[folder].get(name, default)
@@ -256,11 +278,11 @@ class ModelFamily(ABC):
             }
         )
 
-    def schedule_call(self, image_tokens: int) -> "ScheduleCall":  # noqa: ARG002 - flow matching needs it
-        """Give the way in which the diffusers pipeline calls its scheduler, for pictures of so many tokens."""
+    def schedule_call(self, pipeline: str, image_tokens: int) -> "ScheduleCall":  # noqa: ARG002 - flow matching needs it
+        """Give the way in which the checkpoint's pipeline class calls its scheduler, for pictures of so many tokens."""
         from trtdiff.export.schedule_call import StableDiffusionCall
 
-        return StableDiffusionCall()
+        return StableDiffusionCall(pipeline)
 
     def schedulers(self) -> "Mapping[str, SchedulerChoice]":
         """Give the schedulers that may be asked for by name."""

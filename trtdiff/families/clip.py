@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from trtdiff.families.base import ComponentSpec, Config, Integers, Reading, TokenFacts, field_of
+from trtdiff.families.base import (
+    ComponentSpec,
+    Config,
+    Integers,
+    Reading,
+    TokenFacts,
+    field_of,
+    padding_of,
+    require_class,
+)
 from trtdiff.types import Array, TensorSpec
 from trtdiff.weighted import apply_weights, chunked, padded
 
@@ -25,14 +34,12 @@ END = "<|endoftext|>"
 
 
 def token_facts(configs: Mapping[str, Config], tokenizer: str, encoder: str) -> TokenFacts:
-    """Read the padding token (a word, or a dictionary that holds it) and the row length that a text encoder takes."""
+    """Read the padding token and the row length that a text encoder takes."""
+    require_class(configs, encoder, "CLIPTextModel", "CLIPTextModelWithProjection")
     config = configs.get(tokenizer, {})
     positions = field_of(configs, encoder, "max_position_embeddings", int)
-    pad = config.get("pad_token") or END
-    return TokenFacts(
-        limit=min(positions, config.get("model_max_length") or positions),
-        pad=pad["content"] if isinstance(pad, Mapping) else pad,
-    )
+    limit = min(positions, config.get("model_max_length") or positions)
+    return TokenFacts(limit=limit, pad=padding_of(config, END))
 
 
 def text_encoder(configs: Mapping[str, Config], folder: str, *, reads: Reads, projected: bool = False) -> ComponentSpec:

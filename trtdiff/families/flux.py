@@ -20,6 +20,7 @@ from trtdiff.families.base import (
     Uniform,
     Wish,
     field_of,
+    require_class,
 )
 from trtdiff.families.transformer import FlowFamily, denoiser
 from trtdiff.types import Array, TensorSpec
@@ -47,6 +48,7 @@ class Flux(FlowFamily):
 
     def facts(self, configs: Mapping[str, Config]) -> ModelFacts:
         """Read the latent space from the VAE's config, the rest from the transformer's."""
+        require_class(configs, "transformer", "FluxTransformer2DModel")
         latent = latent_facts(configs, SAMPLE_SIZE, where="transformer/config.json")
         width = field_of(configs, "transformer", "joint_attention_dim", int, 4096)
         pooled = field_of(configs, "transformer", "pooled_projection_dim", int, 768)
@@ -86,6 +88,7 @@ class Flux(FlowFamily):
             lengths={"tokens": tokens["tokenizer"].limit, t5.TOKENS: T5_TOKENS, "context": T5_TOKENS},
             guided_by="embedded, branches" if embedded else "branches",
             skips="fewer",
+            strengths=(0.6, 0.6),
         )
 
     def components(self, configs: Mapping[str, Config]) -> tuple[ComponentSpec, ...]:
@@ -99,7 +102,7 @@ class Flux(FlowFamily):
             *vae_components(configs, facts.latent),
         )
 
-    def schedule_call(self, image_tokens: int) -> "ScheduleCall":
+    def schedule_call(self, pipeline: str, image_tokens: int) -> "ScheduleCall":  # noqa: ARG002 - all call alike
         """Give the call of this family's pipelines, whose schedule may depend on the size."""
         from trtdiff.export.flow_calls import FluxCall
 
@@ -123,8 +126,9 @@ class Flux(FlowFamily):
 
     def unpacked(self, latents: Array, height: int, width: int) -> Array:
         """Undo the pipeline's packing of [B, C, h, w] into tokens [B, h/2 · w/2, C · 4]."""
-        batch, _, packed = latents.shape
-        rows, columns = (side // (8 * PATCH) for side in (height, width))
+        batch, tokens, packed = latents.shape
+        pixels = round((height * width / tokens) ** 0.5)  # of a token's side
+        rows, columns = height // pixels, width // pixels
         apart = latents.reshape(batch, rows, columns, packed // PATCH**2, PATCH, PATCH)
         return apart.transpose(0, 3, 1, 4, 2, 5).reshape(batch, -1, rows * PATCH, columns * PATCH)
 

@@ -19,6 +19,7 @@ from trtdiff.families.base import (
     Uniform,
     Wish,
     field_of,
+    require_class,
 )
 from trtdiff.families.transformer import denoiser
 from trtdiff.types import Array, TensorSpec
@@ -44,6 +45,7 @@ class PixArt(ModelFamily):
 
     def facts(self, configs: Mapping[str, Config]) -> ModelFacts:
         """Read the latent space from the VAE's config, the rest from the transformer's."""
+        require_class(configs, "transformer", "PixArtTransformer2DModel", "Transformer2DModel")
         size = configs["transformer"].get("sample_size")
         latent = latent_facts(configs, size, where="transformer/config.json: sample_size")
         width = field_of(configs, "text_encoder", "d_model", int)
@@ -89,7 +91,7 @@ class PixArt(ModelFamily):
             *vae_components(configs, facts.latent)[:1],
         )
 
-    def schedule_call(self, image_tokens: int) -> "ScheduleCall":  # noqa: ARG002 - other families need it
+    def schedule_call(self, pipeline: str, image_tokens: int) -> "ScheduleCall":  # noqa: ARG002 - all call alike
         """Give the call of PixArt's pipeline."""
         from trtdiff.export.schedule_call import PixArtCall
 

@@ -14,6 +14,7 @@ from trtdiff.families.base import (
     ModelFacts,
     Reading,
     field_of,
+    require_class,
 )
 from trtdiff.families.transformer import FlowFamily, denoiser
 from trtdiff.types import Array, TensorSpec
@@ -40,6 +41,7 @@ class StableDiffusion3(FlowFamily):
 
     def facts(self, configs: Mapping[str, Config]) -> ModelFacts:
         """Read the latent space from the VAE's config, the rest from the transformer's."""
+        require_class(configs, "transformer", "SD3Transformer2DModel")
         latent = latent_facts(
             configs, configs["transformer"].get("sample_size", 128), where="transformer/config.json: sample_size"
         )
@@ -58,6 +60,13 @@ class StableDiffusion3(FlowFamily):
             )
         _same_channels(configs, latent.channels)
         patch = field_of(configs, "transformer", "patch_size", int, 2)
+        largest = field_of(configs, "transformer", "pos_embed_max_size", int, 96) * patch * latent.downscale
+        if max(latent.height, latent.width) > largest:
+            raise CheckpointError(
+                f"the native size is {latent.height} x {latent.width} pixels, and stored positions end at {largest}",
+                where="transformer/config.json: sample_size, pos_embed_max_size",
+                hint="download the file again, or write what the model was trained with",
+            )
         tokens = {tokenizer: clip.token_facts(configs, tokenizer, encoder) for encoder, tokenizer in CLIPS.items()}
         limit = min(facts.limit for facts in tokens.values())
         if has_t5:
@@ -73,7 +82,8 @@ class StableDiffusion3(FlowFamily):
             sizes_multiple_of=latent.downscale * patch,
             lengths={"tokens": limit, **({t5.TOKENS: T5_TOKENS} if has_t5 else {}), "context": limit + T5_TOKENS},
             skips="fewer",
-            largest=field_of(configs, "transformer", "pos_embed_max_size", int, 96) * patch * latent.downscale,
+            strengths=(0.6, 0.6),
+            largest=largest,
             clip_layers=min(field_of(configs, encoder, "num_hidden_layers", int, 12) for encoder in CLIPS) - 1,
             own={"width": width},
         )
@@ -89,7 +99,7 @@ class StableDiffusion3(FlowFamily):
             *vae_components(configs, facts.latent),
         )
 
-    def schedule_call(self, image_tokens: int) -> "ScheduleCall":
+    def schedule_call(self, pipeline: str, image_tokens: int) -> "ScheduleCall":  # noqa: ARG002 - all call alike
         """Give the call of this family's pipelines, whose schedule may depend on the size."""
         from trtdiff.export.flow_calls import StableDiffusion3Call
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from trtdiff.errors import CheckpointError
 from trtdiff.families.autoencoder import latent_facts, vae_components
-from trtdiff.families.base import ComponentSpec, Config, ModelFacts, ModelFamily, Reading, Wish, field_of
+from trtdiff.families.base import ComponentSpec, Config, ModelFacts, ModelFamily, Reading, Wish, field_of, require_class
 from trtdiff.families.clip import run_clip, text_encoder, token_facts
 from trtdiff.families.unet import condition_specs, denoiser, embedded_guidance, modes_of
 from trtdiff.types import Array, TensorSpec
@@ -32,14 +32,15 @@ class StableDiffusionXL(ModelFamily):
 
     def facts(self, configs: Mapping[str, Config]) -> ModelFacts:
         """Read the latent space from the VAE's config, all else from the UNet's and the text encoders'."""
+        require_class(configs, "unet", "UNet2DConditionModel")
         unet = configs["unet"]
         latent = latent_facts(configs, unet.get("sample_size"), where="unet/config.json: sample_size")
         encoders = _encoders(configs)
         widths = [field_of(configs, encoder, "hidden_size", int) for encoder in encoders]
-        if unet["cross_attention_dim"] != sum(widths):
+        attends = field_of(configs, "unet", "cross_attention_dim", int, 1280)
+        if attends != sum(widths):
             raise CheckpointError(
-                f"the UNet attends to width {unet['cross_attention_dim']}, the text encoders have "
-                f"{' + '.join(map(str, widths))}",
+                f"the UNet attends to width {attends}, the text encoders have {' + '.join(map(str, widths))}",
                 where=f"unet/config.json: cross_attention_dim, {encoders[-1]}/config.json: hidden_size",
                 hint="use the text encoders that this UNet was trained with",
             )
@@ -52,10 +53,10 @@ class StableDiffusionXL(ModelFamily):
         pooled = field_of(configs, "text_encoder_2", "projection_dim", int, 512)
         tokens = {TOKENIZERS[encoder]: token_facts(configs, TOKENIZERS[encoder], encoder) for encoder in encoders}
         limit = min(facts.limit for facts in tokens.values())
-        embedded = bool(unet.get("time_cond_proj_dim"))
+        embedded, numbers = bool(unet.get("time_cond_proj_dim")), _time_ids(configs, pooled)
         added = (
             TensorSpec("text_embeds", "float32", ("batch", pooled)),
-            TensorSpec("time_ids", "float32", ("batch", _time_ids(configs, pooled))),
+            TensorSpec("time_ids", "float32", ("batch", numbers)),
         )
         return ModelFacts(
             latent=latent,
@@ -67,6 +68,8 @@ class StableDiffusionXL(ModelFamily):
             guided_by="embedded" if embedded else "branches",
             modes=modes_of(configs, latent),
             weighted=True,
+            framed=("original_size", "crop", *(("target_size",) if numbers == WITH_TARGET else ())),
+            strengths=(0.3, 0.9999),
             clip_layers=min(field_of(configs, encoder, "num_hidden_layers", int, 12) for encoder in encoders) - 1,
             own={"zeros": bool(configs["model_index"].get("force_zeros_for_empty_prompt", True))},
         )
@@ -84,7 +87,7 @@ class StableDiffusionXL(ModelFamily):
             *vae_components(configs, facts.latent),
         )
 
-    def schedule_call(self, image_tokens: int) -> "ScheduleCall":  # noqa: ARG002 - other families need it
+    def schedule_call(self, pipeline: str, image_tokens: int) -> "ScheduleCall":  # noqa: ARG002 - all call alike
         """Give the call of the pipelines of Stable Diffusion XL."""
         from trtdiff.export.schedule_call import StableDiffusionXLCall
 
@@ -108,15 +111,18 @@ class StableDiffusionXL(ModelFamily):
         return {"encoder_hidden_states": states, "text_embeds": pooled}
 
     def conditions(self, wish: Wish, facts: ModelFacts) -> dict[str, Array]:
-        """Give sizes and crop, with a refiner's aesthetic score in place of the target; the negative branch first."""
+        """Give sizes and crop, the negative branch first.
+
+        A refiner has an aesthetic score in place of the target, and no crop in the negative branch, as in diffusers.
+        """
         sizes = {spec.name: spec.dims[-1] for spec in facts.conditions}
         framing = wish.framing
         if sizes["time_ids"] == WITH_SCORE:
-            ends: list[tuple[float, ...]] = [(framing.score[1],), (framing.score[0],)]
+            good, bad = framing.score
+            rows: list[tuple[float, ...]] = [(*framing.original, 0, 0, bad), (*framing.original, *framing.crop, good)]
         else:
-            ends = [framing.target] * 2
-        rows = [(*framing.original, *framing.crop, *end) for end in ends][-wish.branches :]
-        found = {"time_ids": np.array(rows, np.float32)}
+            rows = [(*framing.original, *framing.crop, *framing.target)] * 2
+        found = {"time_ids": np.array(rows[-wish.branches :], np.float32)}
         if "timestep_cond" in sizes:
             embedded = embedded_guidance(wish.guidance, int(sizes["timestep_cond"]))
             found["timestep_cond"] = np.stack([embedded] * wish.branches)

@@ -5,7 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trtdiff.families.base import ComponentSpec, Config, Integers, Reading, TokenFacts, field_of
+from trtdiff.families.base import (
+    ComponentSpec,
+    Config,
+    Integers,
+    Reading,
+    TokenFacts,
+    field_of,
+    padding_of,
+    require_class,
+)
 from trtdiff.types import Array, TensorSpec
 
 if TYPE_CHECKING:
@@ -29,12 +38,12 @@ keeps `wo` in float32 for the same reason."""
 
 def token_facts(configs: Mapping[str, Config], tokenizer: str, limit: int) -> TokenFacts:
     """Give the padding token and the row length, which is the pipeline's and not the tokenizer's."""
-    pad = configs.get(tokenizer, {}).get("pad_token") or PAD
-    return TokenFacts(limit=limit, pad=pad["content"] if isinstance(pad, Mapping) else pad)
+    return TokenFacts(limit=limit, pad=padding_of(configs.get(tokenizer, {}), PAD))
 
 
 def text_encoder(configs: Mapping[str, Config], folder: str, *, masked: bool = False) -> ComponentSpec:
     """Describe one; `masked` hides the padding from attention, as PixArt does, and SD3 and FLUX do not."""
+    require_class(configs, folder, "T5EncoderModel")
     width = field_of(configs, folder, "d_model", int, 512)
     rows = ("batch", TOKENS)
     mask = [TensorSpec("attention_mask", "int64", rows)] if masked else []

@@ -110,7 +110,7 @@ class Reference:
             kwargs |= {"image": [image] * len(request.prompts), "strength": request.strength}
         pipeline.set_progress_bar_config(disable=True)
         kind = family_of_pipeline(self._checkpoint.pipeline, where=self._checkpoint.name)
-        choices, call = kind.schedulers(), kind.schedule_call(0)
+        choices, call = kind.schedulers(), kind.schedule_call(self._checkpoint.pipeline, 0)
         pipeline.scheduler = make_scheduler(self._checkpoint.configs["scheduler"], request.scheduler, call, choices)
         latents: list[Array] = []
 
