@@ -12,6 +12,7 @@ diffusers = pytest.importorskip("diffusers")
 
 from trtdiff.export.schedule_call import PixArtCall, StableDiffusionXLCall  # noqa: E402
 from trtdiff.export.schedulers import DEFAULT, compile_sampler, make_scheduler  # noqa: E402
+from trtdiff.families.stable_diffusion import StableDiffusion  # noqa: E402
 
 PIXART = {  # the scheduler config of PixArt-alpha
     "_class_name": "DPMSolverMultistepScheduler", "algorithm_type": "dpmsolver++", "beta_end": 0.02,
@@ -27,6 +28,21 @@ def test_sdxl_leaves_the_scheduler_as_it_came():
     for call, kept in ((None, (1, False)), (StableDiffusionXLCall(), (0, True)), (PixArtCall(), (0, True))):
         scheduler = make_scheduler(config, DEFAULT, call)
         assert (scheduler.config.steps_offset, scheduler.config.clip_sample) == kept
+
+
+@pytest.mark.parametrize("scheduler", ["DDIMScheduler", "PNDMScheduler", "LCMScheduler", "EulerDiscreteScheduler"])
+@pytest.mark.parametrize("name", StableDiffusion.pipelines)
+def test_a_scheduler_s_config_is_what_each_pipeline_makes_of_it(name, scheduler):
+    parts = dict.fromkeys(("vae", "text_encoder", "tokenizer", "safety_checker", "feature_extractor"))
+    unet = diffusers.UNet2DConditionModel(
+        sample_size=8, block_out_channels=(4, 4), norm_num_groups=2, attention_head_dim=2, cross_attention_dim=4,
+        in_channels=9 if "Inpaint" in name else 4, layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )  # fmt: skip
+    own = getattr(diffusers, scheduler).from_config({"_class_name": scheduler})
+    theirs = getattr(diffusers, name)(**parts, unet=unet, scheduler=own, requires_safety_checker=False).scheduler.config
+    call = StableDiffusion().schedule_call(name, 0)
+    assert dict(make_scheduler({"_class_name": scheduler}, DEFAULT, call).config) == dict(theirs)
 
 
 @pytest.fixture(scope="module")

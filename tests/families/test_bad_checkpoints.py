@@ -1,8 +1,11 @@
 """Checkpoints whose parts do not fit each other are refused before anything is traced, by the names of both fields."""
 
 import copy
+import json
+import shutil
 
 import pytest
+import tiny
 
 from trtdiff.errors import CheckpointError
 from trtdiff.families import FAMILIES, family, family_of_pipeline
@@ -94,6 +97,130 @@ def test_components_that_disagree_are_refused(name, folder, field, value, said, 
         family(name).components(configs)
     assert where in caught.value.where
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "kind"),
+    [
+        ("stable-diffusion", "vae", "AutoencoderTiny"), ("stable-diffusion", "unet", "UNet2DModel"),
+        ("stable-diffusion-xl", "text_encoder_2", "CLIPModel"), ("stable-diffusion-3", "vae", "AutoencoderDC"),
+        ("stable-diffusion-3", "text_encoder_3", "UMT5EncoderModel"), ("pixart", "text_encoder", "GemmaModel"),
+        ("flux", "transformer", "Flux2Transformer2DModel"),
+    ],
+)  # fmt: skip
+def test_a_component_of_another_class_is_refused_by_name(name, folder, kind):
+    configs = copy.deepcopy(CONFIGS[name])
+    configs["model_index"][folder] = ["diffusers", kind]
+    with pytest.raises(CheckpointError, match=f"{folder} is of the class {kind}; ") as caught:
+        family(name).components(configs)
+    assert caught.value.where == f"model_index.json: {folder}"
+
+
+def test_a_text_encoder_that_hides_padding_is_refused():
+    configs = copy.deepcopy(CONFIGS["stable-diffusion"])
+    configs["text_encoder"]["use_attention_mask"] = True
+    with pytest.raises(CheckpointError, match="hides padding") as caught:
+        family("stable-diffusion").facts(configs)
+    assert caught.value.where == "text_encoder/config.json: use_attention_mask"
+
+
+@pytest.mark.parametrize(
+    ("version", "size", "pixels"),
+    [("0.6.0", 32, 256 * 2), ("0.9.0.dev0", 32, 256), ("0.36.0", 32, 256), (None, 32, 256), ("0.6.0", 96, 768),
+     ("nonsense", 32, 256)],
+)  # fmt: skip
+def test_small_native_sizes_of_the_first_year_are_a_slip(version, size, pixels):
+    configs = copy.deepcopy(CONFIGS["stable-diffusion"])
+    configs["unet"] |= {"sample_size": size} | ({} if version is None else {"_diffusers_version": version})
+    assert family("stable-diffusion").facts(configs).latent.height == pixels
+
+
+def test_sizes_beyond_stored_positions_are_refused():
+    from trtdiff.asked import check_sizes
+    from trtdiff.errors import UsageError
+    from trtdiff.types import ShapeProfile
+
+    profile = ShapeProfile.parse("height=256:512:1024,width=256:256:256")
+    check_sizes(profile, 16, 1024)
+    check_sizes(profile, 16, 0)
+    with pytest.raises(UsageError, match="height 1024 is beyond this model's positions, which end at 768"):
+        check_sizes(profile, 16, 768)
+    configs = copy.deepcopy(CONFIGS["stable-diffusion-3"])
+    configs["transformer"]["sample_size"] = 64
+    with pytest.raises(CheckpointError, match="512 x 512 pixels, and stored positions end at 384"):
+        family("stable-diffusion-3").facts(configs)
+
+
+# --- whole folders ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Checkpoints of two kinds, to be copied and damaged; nothing of them is traced."""
+    folder = tmp_path_factory.mktemp("whole")
+    return {kind: tiny.make(kind, folder / kind) for kind in ("sdxl", "flux-dev")}
+
+
+def _tokenizer_gone(folder):
+    shutil.rmtree(folder / "tokenizer_2")
+
+
+def _tokenizer_cut(folder):
+    file = folder / "tokenizer_2/tokenizer.json"
+    file.write_bytes(file.read_bytes()[:300])
+
+
+def _scheduler(**config):
+    def write(folder):
+        (folder / "scheduler/scheduler_config.json").write_text(json.dumps(config))
+
+    return write
+
+
+BROKEN = {
+    "sdxl, no second tokenizer": ("sdxl", _tokenizer_gone, "tokenizer_2 is missing", "tokenizer_2"),
+    "flux, no second tokenizer": ("flux-dev", _tokenizer_gone, "tokenizer_2 is missing", "tokenizer_2"),
+    "sdxl, half a tokenizer": ("sdxl", _tokenizer_cut, "not a readable tokenizer", "tokenizer_2/tokenizer.json"),
+    "flux, half a tokenizer": ("flux-dev", _tokenizer_cut, "not a readable tokenizer", "tokenizer_2/tokenizer.json"),
+    "an unknown scheduler": (
+        "sdxl", _scheduler(_class_name="FancyScheduler"), "diffusers has no scheduler FancyScheduler",
+        "scheduler/scheduler_config.json: _class_name",
+    ),
+    "a scheduler of nothing": (
+        "sdxl", _scheduler(), "diffusers has no scheduler without a name", "scheduler/scheduler_config.json"
+    ),
+    "a scheduler with a Brownian tree": (
+        "sdxl", _scheduler(_class_name="DPMSolverSDEScheduler"), "cannot be compiled",
+        "scheduler/scheduler_config.json",
+    ),
+    "noise prediction in flux": (
+        "flux-dev", _scheduler(_class_name="DDIMScheduler"), "cannot call its scheduler DDIMScheduler: .*sigmas",
+        "scheduler/scheduler_config.json: _class_name",
+    ),
+    "flow matching in sdxl": (
+        "sdxl", _scheduler(_class_name="FlowMatchEulerDiscreteScheduler"),
+        "cannot call its scheduler FlowMatchEulerDiscreteScheduler", "scheduler/scheduler_config.json: _class_name",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_folder_is_refused_before_it_is_traced(case, checkpoints, tmp_path, monkeypatch):
+    from trtdiff.checkpoint import Checkpoint
+    from trtdiff.export import export
+
+    def traced(*_args, **_kwargs):
+        raise AssertionError("traced")
+
+    monkeypatch.setattr(export, "export_components", traced)
+    kind, damage, message, where = BROKEN[case]
+    folder = shutil.copytree(checkpoints[kind], tmp_path / "checkpoint")
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        export.export_checkpoint(Checkpoint.open(str(folder)), tmp_path / "out", check=False)
+    assert where in caught.value.where
+    assert caught.value.hint
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("pipeline", ["KolorsPipeline", "FluxFillPipeline", "", "StableDiffusionDepth2ImgPipeline"])

@@ -154,6 +154,8 @@ def _export(
 ) -> Export:
     """Make it, and put it into its place."""
     _check_scheduler(checkpoint, family)
+    facts = family.facts(checkpoint.configs)
+    texts = {f"tokenizers/{name}.json": checkpoint.tokenizer_json(name) for name in facts.tokens}
     exported: dict[str, ExportedComponent] = {}
     reports: dict[str, ComponentReport] = {}
     with replaced_folder(out) as folder:
@@ -164,11 +166,10 @@ def _export(
                 dtype=dtype, check=check, code=code, fresh=fresh, reporter=reporter,
             ):  # fmt: skip
                 exported[spec.name], reports[spec.name] = component, report
-        facts = family.facts(checkpoint.configs)
-        tokenizers = {name: f"tokenizers/{name}.json" for name in facts.tokens}
-        for name, file in tokenizers.items():
+        tokenizers = dict(zip(facts.tokens, texts, strict=True))
+        for file, text in texts.items():
             (folder / file).parent.mkdir(exist_ok=True)
-            (folder / file).write_bytes(checkpoint.tokenizer_json(name))
+            (folder / file).write_bytes(text)
         manifest = ExportManifest(
             schema=EXPORT_SCHEMA,
             trtdiff=__version__,
