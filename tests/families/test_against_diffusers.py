@@ -59,7 +59,7 @@ def inpaint(kind: str, strength: float = 0.75, ours: dict | None = None, **their
     )  # fmt: skip
 
 
-NEGATIVE = {"negative": "blurry"}
+NEGATIVE, TWICE = {"negative": "blurry"}, {"count": 2}
 CASES = (
     text("sd1", "no negative prompt"),
     text("sd1", "negative prompts", {"negative": ["blurry", "a dog"]}, negative_prompt=["blurry", "a dog"]),
@@ -77,6 +77,7 @@ CASES = (
     inpaint("sd-inpaint", 1.0, NEGATIVE, negative_prompt=["blurry"] * 2),
     text("lcm", "text", {"guidance": 6.0}, guidance_scale=6.0),
     image("lcm", 0.6, ours={"guidance": 6.0}, guidance_scale=6.0),
+    inpaint("lcm", ours={"guidance": 6.0}, guidance_scale=6.0),
     text("sdxl", "no negative prompt"),
     text("sdxl", "negative prompt", NEGATIVE, negative_prompt=["blurry"] * 2),
     text("sdxl", "empty negative prompt", {"negative": ""}, negative_prompt=[""] * 2),
@@ -86,10 +87,14 @@ CASES = (
     image("sdxl"),
     inpaint("sdxl"),
     inpaint("sdxl", 1.0),
+    text("sdxl", "two pictures a prompt", TWICE, num_images_per_prompt=2),
     image("sdxl-refiner", 0.5, ours=NEGATIVE, negative_prompt=["blurry"] * 2),
+    image("sdxl-refiner", 0.5, "sizes", {"original_size": (512, 640), "crop": (8, 16)}, original_size=(512, 640),
+          crops_coords_top_left=(8, 16)),
     text("sd3"),
     text("sd3", "negative prompt, clip skip", {**NEGATIVE, "clip_skip": 1}, negative_prompt=["blurry"] * 2,
          clip_skip=1),
+    text("sd3", "two pictures a prompt", TWICE, num_images_per_prompt=2),
     image("sd3"),
     inpaint("sd3"),
     inpaint("sd3", 1.0),
@@ -102,7 +107,10 @@ CASES = (
     inpaint("flux-dev", 1.0, ours={"guidance": 2.5}, guidance_scale=2.5),
     text("flux-schnell", "text", {"guidance": 1.0}),
     image("flux-schnell", ours={"guidance": 1.0}),
+    inpaint("flux-schnell", ours={"guidance": 1.0}),
+    text("flux-schnell", "two pictures a prompt", {"guidance": 1.0, **TWICE}, num_images_per_prompt=2),
     text("pixart", "text", NEGATIVE, negative_prompt=["blurry"] * 2),
+    text("pixart", "two pictures a prompt", TWICE, num_images_per_prompt=2),
 )  # fmt: skip
 
 
@@ -121,9 +129,10 @@ def mask(height: int, width: int) -> Image.Image:
 class Asked:
     """One case with its pictures and sizes filled in."""
 
-    def __init__(self, case: Case, manifest: Any, *, steps: int = 4, seed: int = 11, count: int = 1, scheduler=None):
+    def __init__(self, case: Case, manifest: Any, *, steps: int = 4, seed: int = 11, scheduler=None):
         step = manifest.facts.sizes_multiple_of
-        self.case, self.seed, self.count, self.scheduler = case, seed, count, scheduler
+        self.case, self.seed, self.scheduler = case, seed, scheduler
+        self.count = case.ours.get("count", 1)
         self.height, self.width = 4 * step, 6 * step
         self.guidance = 4.0
         self.steps = case.ours.get("steps", case.theirs.get("num_inference_steps", steps))
