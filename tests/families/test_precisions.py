@@ -1,6 +1,7 @@
 """Half precision of the families: what each keeps in float32, and that TensorRT for RTX takes every graph."""
 
 import shutil
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,29 @@ def test_what_a_family_keeps_in_float32_is_there(kind, made):
         graph = read_graph(made(kind) / f"export/{spec.name}.onnx").graph
         for pattern in (*spec.keep_high, *spec.keep_unmeasured):
             assert matching(graph, pattern)
+
+
+ENDS = {
+    "sdxl": ["conv_in", "conv_out", "time_embedding.linear_1", "add_embedding.linear_1"],
+    "sd3": ["pos_embed.proj", "proj_out", "norm_out.linear", "context_embedder"],
+    "flux-dev": ["x_embedder", "proj_out", "time_text_embed.guidance_embedder.linear_1", "context_embedder"],
+    "pixart": ["pos_embed.proj", "proj_out", "adaln_single.linear", "caption_projection.linear_1"],
+}
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_8_bits_leave_out_where_latent_time_and_text_come_in(kind, made):
+    from trtdiff.export.graph import MODULE
+    from trtdiff.lowered import read_graph
+    from trtdiff.recipes import recipe
+
+    graph = read_graph(made(kind) / "export/denoiser.onnx").graph
+    modules = {node.metadata_props.get(MODULE, "") for node in graph if node.op_type in {"Conv", "MatMul", "Gemm"}}
+    for name in ("int8", "fp8", "fp8-mixed", "int8-weights"):
+        keep = recipe(name).quantization.keep
+        kept = {module for module in modules if any(fnmatchcase(module, pattern) for pattern in keep)}
+        assert kept >= set(ENDS[kind])
+        assert len(kept) < len(modules) / 2
 
 
 @pytest.mark.parametrize("kind", [*COMPILED, "sd2", "sd-inpaint", "lcm"])

@@ -121,15 +121,15 @@ SAMPLES = 64
 SAMPLE_STEPS = 20
 BANDS = 8
 CALIBRATION: Mapping[str, Any] = MappingProxyType({
-    "steps": SAMPLE_STEPS, "seed": 0, "samples": SAMPLES, "bands": BANDS, "method": "mse",
+    "seed": 0, "samples": SAMPLES, "bands": BANDS, "method": "mse",
     "formats": ("int8", "float8"), "sensitivity": 1,
 })  # fmt: skip
-"""Settings of a calibration where nobody asks for others."""
+"""Settings of a calibration where nobody asks for others; its steps are the family's (`ModelFamily.steps`)."""
 IN_A_BUILD: Mapping[str, Any] = MappingProxyType({**CALIBRATION, "samples": 32})
 """Settings of one that a build makes by itself: two pictures, one of each of the family's prompts.
 
 Of as many steps as any other: with 8 the schedulers that people use (Karras' sigmas, LCM, shifted flow matching) leave
-some of the 8 bands empty, with 20 none does."""
+some of the 8 bands empty, with the families' numbers of steps none does."""
 CALIBRATION_FILE = "calibration.json"
 """Name of a cache in a store entry."""
 
@@ -176,7 +176,8 @@ class CalibrationSpec(RangesSpec):
 
 def calibration_settings(export: ExportManifest, given: Mapping[str, Any] = CALIBRATION) -> CalibrationSettings:
     """Fill in what is left open, as `scan_settings` does. Raises UsageError."""
-    return _filled(export, {**CALIBRATION, **given}, CalibrationSettings, "a calibration")
+    steps = {"steps": family(export.family).steps}
+    return _filled(export, {**CALIBRATION, **steps, **given}, CalibrationSettings, "a calibration")
 
 
 def calibration_spec(export: ExportManifest, given: Mapping[str, Any] = CALIBRATION) -> CalibrationSpec:

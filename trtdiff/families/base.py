@@ -242,6 +242,8 @@ class ModelFamily(ABC):
     name: str
     pipelines: tuple[str, ...]
     """The diffusers pipeline classes whose checkpoints this family compiles."""
+    steps: int = 20
+    """Of a picture that is calibrated on: enough to reach every part of the usual schedules."""
 
     # --- compile side
 

@@ -42,6 +42,9 @@ def denoiser(
 class FlowFamily(ModelFamily):
     """A family of models that predict a flow."""
 
+    steps = 28
+    """With 20, the schedule of FLUX dev at its native size has no timestep below 142; 28 are its pipeline's default."""
+
     def schedulers(self) -> "Mapping[str, SchedulerChoice]":
         """Give those for models that predict a flow."""
         from trtdiff.export.schedulers import FLOW_SCHEDULERS

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from trtdiff.passes.eight_bits import EightBits
@@ -42,7 +43,9 @@ class PrecisionRecipe:
 
     def quantizes(self, component: str) -> bool:
         """Whether anything of a component is in 8 bits."""
-        return self.quantization is not None and component in self.quantization.components
+        return self.quantization is not None and any(
+            fnmatchcase(component, pattern) for pattern in self.quantization.components
+        )
 
     def content(self, component: str) -> Mapping[str, Any]:
         """Give what determines the engine of a component."""

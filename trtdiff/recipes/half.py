@@ -25,7 +25,7 @@ FP16 = PrecisionRecipe(
     computes_in="float16",
     passes=(f"{_HALF} dtype=float16", _LEGAL),
     tolerance=Tolerance(
-        components={"text_encoder": 2.4e-3, "denoiser": 1.4e-2, "vae_decoder": 5e-3, "vae_encoder": 3.6e-3},
+        components={"text_encoder*": 2.4e-3, "denoiser": 1.4e-2, "vae_decoder": 5e-3, "vae_encoder": 3.6e-3},
         latents=7e-3,
         levels=4,
     ),
@@ -36,7 +36,7 @@ BF16 = PrecisionRecipe(
     computes_in="bfloat16",
     passes=(f"{_HALF} dtype=bfloat16", _LEGAL),
     tolerance=Tolerance(
-        components={"text_encoder": 1.9e-2, "denoiser": 1.2e-1, "vae_decoder": 4e-2, "vae_encoder": 3e-2},
+        components={"text_encoder*": 1.9e-2, "denoiser": 1.2e-1, "vae_decoder": 4e-2, "vae_encoder": 3e-2},
         latents=5e-2,
         levels=60,
     ),

@@ -23,7 +23,7 @@ class Quantization:
     """Type of what goes into the layers, one scale a tensor; none: only weights are quantized."""
     operators: tuple[Operator, ...] = ("conv", "linear")
     components: tuple[str, ...] = ("denoiser",)
-    """Those that are quantized; all others are of the base type alone."""
+    """Names, or patterns of them, of those that are quantized; all others are of the base type alone."""
     keep: Mapping[str, str] = field(default_factory=dict)
     """Patterns of module paths whose layers stay in the base type → why."""
     least: int = 1
