@@ -88,6 +88,16 @@ def call(*arguments):
 SIZES = {"window": 3, "branches": 2, "batch": 2, "height": 64, "width": 32, "context": 9, "tokens": 9}
 
 
+def test_files_that_somebody_put_into_a_bundle_are_not_lost(built):
+    call("exports/toy")  # nothing to do, nothing to say
+    (built / "pictures").mkdir()
+    (built / "pictures/best.png").write_bytes(b"PNG")
+    with pytest.raises(UsageError, match=r"not its own: pictures/best\.png"):
+        call("exports/toy", "--profile", "batch=1:1:2,height=64:64:64,width=64:64:64")
+    assert (built / "pictures/best.png").read_bytes() == b"PNG"
+    Bundle.open(built).verify(fresh=True)
+
+
 # --- the first build -------------------------------------------------------------------------------------------------
 
 

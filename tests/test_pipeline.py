@@ -292,6 +292,19 @@ def test_a_drawn_seed_is_recorded(pipeline):
     assert result.pictures[0].parameters["seed"] == seed
 
 
+def test_options_that_do_nothing_are_said(pipeline):
+    idle = pipeline("a cat", negative="a dog", rescale=0.5, guidance=1.0, steps=1).receipt.warnings
+    assert idle == ("the negative prompt is not used: guidance is 1", "rescale is not used: guidance is 1")
+    assert pipeline("a cat", negative="a dog", rescale=0.5, guidance=4.0, steps=1).receipt.warnings == ()
+
+
+@pytest.mark.parametrize(("negative", "recorded"), [(None, None), ("", ""), ("a dog", "a dog")])
+def test_no_negative_prompt_and_an_empty_one_are_told_apart(negative, recorded, pipeline):
+    made = pipeline("a cat", negative=negative, guidance=4.0, steps=1)
+    assert made.receipt.pictures[0].negative == recorded
+    assert made.pictures[0].parameters["negative"] == recorded
+
+
 def test_words_that_do_not_fit_are_named(pipeline):
     # 16 ids are 14 words of this vocabulary: a cat, and four times three
     result = pipeline("a cat " + "on the house " * 8 + "in a TREE", negative="", steps=1)

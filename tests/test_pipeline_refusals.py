@@ -136,6 +136,14 @@ def test_sizes_outside_the_profile_are_refused_before_anything_runs(pipeline):
         pipeline("a cat", height=128, progress=lambda *_: pytest.fail("it ran"))
 
 
+def test_a_bundle_without_a_text_encoder_says_so(changed_bundle):
+    def without(about):
+        del about["engines"]["onnxruntime"]["text_encoder"]
+
+    with trtdiff.load(changed_bundle(without), threads=1) as pipeline, pytest.raises(ArtefactError, match="text_enc"):
+        pipeline("a cat", steps=1)
+
+
 def test_a_closed_pipeline_says_so(tiny_bundle):
     pipeline = trtdiff.load(tiny_bundle, threads=1)
     pipeline.close()

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from trtdiff.bundle import BundleManifest
-from trtdiff.errors import UsageError
+from trtdiff.errors import ProfileError, UsageError
 from trtdiff.export.manifest import CheckpointOrigin
 from trtdiff.families.base import LatentFacts, ModelFacts, TokenFacts
 from trtdiff.request import make_request
@@ -76,6 +76,15 @@ def test_strength_is_that_of_the_family_s_pipelines_unless_asked():
     family = manifest(strengths=(0.3, 0.6))
     assert make_request(family, "a cat", image=PICTURE).strength == 0.3
     assert make_request(family, "a cat", image=PICTURE, mask=mask()).strength == 0.6
+
+
+def test_the_usual_size_is_the_engines_where_they_do_not_take_the_native_one():
+    small = manifest("batch=1,height=128:256:384,width=128:192:1024,branches=1:2:2")
+    made = make_request(small, "a cat")
+    assert (made.height, made.width) == (256, 640)
+    with pytest.raises(ProfileError, match="height 33 is not a multiple of 8") as caught:
+        make_request(small, "a cat", height=33)
+    assert caught.value.hint == "the engines take 128:256:384"
 
 
 def test_engines_of_two_branches_cannot_go_without_guidance():

@@ -136,7 +136,7 @@ def test_a_word_that_is_cut_in_two_counts_as_cut(pair):
 
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
-    with pytest.raises(ArtefactError, match=r"cannot read tokenizer\.json"):
+    with pytest.raises(ArtefactError, match=r"cannot use tokenizer\.json"):
         Tokenizer.open(tmp_path / "tokenizer.json", TokenFacts(16, "!"))
 
 

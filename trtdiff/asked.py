@@ -7,9 +7,12 @@ from trtdiff.backends.options import BuilderOptions, flag
 from trtdiff.errors import UsageError
 from trtdiff.export.manifest import ExportManifest
 from trtdiff.families import family
+from trtdiff.families.base import ModelFacts
 from trtdiff.recipes import RECIPES, PrecisionRecipe, builds, precisions_of, recipe
 from trtdiff.types import ShapeProfile
 
+MOST = 65_536
+"""Of any dimension: images at once, pixels of a side, tokens."""
 EXACT = "fp32"
 """Precision of a target that lacks the one which another target of the bundle is built in."""
 
@@ -111,15 +114,27 @@ def check_components(chosen: PrecisionRecipe, names: Sequence[str]) -> None:
                          hint=f"it has {', '.join(names)}")  # fmt: skip
 
 
-def check_sizes(profile: ShapeProfile, multiple: int, largest: int) -> None:
-    """Refuse heights and widths that the networks cannot halve as often as they do, or have no positions for."""
-    for name in ("height", "width"):
-        if name in profile.dims:
-            span = profile.dims[name]
-            for size in (span.min, span.opt, span.max):
-                if size % multiple:
-                    raise UsageError(f"{name} {size} is not a multiple of {multiple}", where=f"--profile {name}={span}",
-                                     hint=f"nearest: {round(size / multiple) * multiple or multiple}")  # fmt: skip
-                if largest and size > largest:
-                    raise UsageError(f"{name} {size} is beyond this model's positions, which end at {largest} pixels",
-                                     where=f"--profile {name}={span}", hint=f"ask for {largest} at most")  # fmt: skip
+def check_profile(profile: ShapeProfile, facts: ModelFacts) -> None:
+    """Refuse sizes that the networks cannot halve as often as they do, and any that no request could ever have."""
+    for name, span in profile.dims.items():
+        for size in (span.min, span.opt, span.max):
+            if why := _impossible(name, size, facts):
+                raise UsageError(f"{name} {size} {why[0]}", where=f"--profile {name}={span}", hint=why[1])
+
+
+def _impossible(name: str, size: int, facts: ModelFacts) -> tuple[str, str] | None:
+    """Say why nothing has this size, and what to do."""
+    multiple, row, length = facts.sizes_multiple_of, facts.lengths.get("tokens", 1), facts.lengths.get(name, size)
+    side, rows = name in {"height", "width"}, name == "context" and facts.weighted
+    most = 1 if facts.guided_by == "embedded" else 2
+    rules = (
+        (size > MOST, "is beyond any use", f"ask for {MOST} at most"),
+        (side and size % multiple, f"is not a multiple of {multiple}",
+         f"nearest: {max(round(size / multiple), 1) * multiple}"),
+        (side and 0 < facts.largest < size, f"is beyond this model's positions, which end at {facts.largest}",
+         f"ask for {facts.largest} at most"),
+        (name == "branches" and size > most, "is more than guidance takes", f"ask for {most} at most"),
+        (rows and size % row, f"is no whole number of rows of {row} tokens", f"nearest: {-(-size // row) * row}"),
+        (not rows and size != length, f"is not {length}, which is what this model's rows have", "leave it out"),
+    )  # fmt: skip
+    return next(((why, hint) for wrong, why, hint in rules if wrong), None)

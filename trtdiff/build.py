@@ -25,7 +25,8 @@ from trtdiff.plan import BuildPlan, Planned, PlannedEngine
 from trtdiff.recipes import RECIPES, PrecisionRecipe
 from trtdiff.records import write_record
 from trtdiff.store import Entry, Store
-from trtdiff.whole import locked, replaced_folder
+from trtdiff.types import names
+from trtdiff.whole import foreign_files, locked, replaced_folder
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,7 @@ def build(
         survey = survey_bundle(plan, export, out, store, force=force, fresh=verify)
         if survey.up_to_date and not force:
             return Report(out, survey, survey.pieces, time.monotonic() - began)
+        _refuse_foreign(out)
         _preflight(plan, survey, export, (out, store.path), tell=tell)
         fresh = {piece.key for piece in survey.pieces if piece.state == "fresh"}
         bundled = Store(out / ENGINES_FOLDER)
@@ -185,6 +187,20 @@ def build(
             tell.note(f"warning: scheduler {name} is left out of the bundle: {reason}")
         _assemble(plan, {place: done.entry for place, done in made.items()}, export, out)
     return Report(out, survey, tuple(done.piece for done in made.values()), time.monotonic() - began)
+
+
+def _refuse_foreign(out: Path) -> None:
+    """Refuse to replace a bundle that somebody has put files into."""
+    if not (out / BUNDLE_FILE).is_file():
+        return
+    try:
+        manifest = Bundle.open(out).manifest
+    except ArtefactError:
+        return  # nobody knows what belongs to it
+    engines = {f"{ENGINES_FOLDER}/{key}" for keys in manifest.engines.values() for key in keys.values()}
+    if others := foreign_files(out, {BUNDLE_FILE, *manifest.files}, engines):
+        raise UsageError(f"the bundle {out} has files in it that are not its own: {names(others, 3)}", where="-o",
+                         hint="it is replaced as a whole: move them elsewhere")  # fmt: skip
 
 
 def _preflight(plan: BuildPlan, survey: Survey, export: Path, places: tuple[Path, Path], *, tell: Listener) -> None:

@@ -76,6 +76,8 @@ class Execution:
         `until` ends at that fraction of the way, for `half_done`; `half_done` begins where another one ended.
         """
         self._engines, self._request = engines, request
+        for tokenizer in engines.tokenizers:
+            engines.session(tokenizer.replace("tokenizer", "text_encoder"))  # raises where the bundle has none
         self._watcher = watcher
         self._until, self._half_done = until, half_done
         self._table = _table_of(engines, request, until, half_done)

@@ -82,7 +82,8 @@ def check_seed(seed: SupportsIndex) -> int:
     except TypeError:
         raise UsageError(f"seed {seed!r} is not a whole number", hint="give an integer, e.g. 7") from None
     if not _LOWEST <= value <= _HIGHEST:
-        raise UsageError(f"seed {value} is out of range", hint="PyTorch's seeds lie in -2**63 … 2**64 - 1")
+        shown = str(value) if value.bit_length() < 100 else f"of {value.bit_length()} bits"
+        raise UsageError(f"seed {shown} is out of range", hint="PyTorch's seeds lie in -2**63 … 2**64 - 1")
     return value
 
 

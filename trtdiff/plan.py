@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import trtdiff
-from trtdiff.asked import check_components, check_sizes, islands_of, options_of, recipes_of
+from trtdiff.asked import check_components, check_profile, islands_of, options_of, recipes_of
 from trtdiff.backends import Backend, target_backend
 from trtdiff.backends.options import NO_OPTIONS, BuilderOptions
 from trtdiff.calibrate.fitting import read_fitting_cache, uncovered
@@ -174,7 +174,7 @@ def make_plan(
     component, or one that cannot be had together. ArtefactError: a cache of something else. MissingDependency.
     """
     sizes = resolve(profile, family(export.family).profile(export.facts))
-    check_sizes(sizes, export.facts.sizes_multiple_of, export.facts.largest)
+    check_profile(sizes, export.facts)
     ranges = {**sizes.dims, "window": WINDOW}
     recipes, remarks = recipes_of(precision, targets)
     taken, more = options_of(options, recipes)

@@ -105,24 +105,27 @@ def size(
 ) -> tuple[int, int]:
     """Asked for, else the first source's own size rounded down, else the checkpoint's native.
 
+    Where the engines do not take the native size, it is the one that they are tuned for.
     A source's own size is what image to image of Stable Diffusion and XL takes in diffusers; the other pipelines there
     that take a picture stretch it to the native size.
     """
     latent, step = manifest.facts.latent, manifest.facts.sizes_multiple_of
-    native = {"height": latent.height, "width": latent.width}
+    spans = manifest.profile.dims
+    native = {
+        name: size if name not in spans or size in spans[name] else spans[name].opt
+        for name, size in (("height", latent.height), ("width", latent.width))
+    }
     if sources:
         native = {"height": sources[0].height // step * step, "width": sources[0].width // step * step}
     sizes = {}
     for name, asked in (("height", height), ("width", width)):
         size = native[name] if asked is None else whole(name, asked, least=1)
         if size % step:
-            span = manifest.profile.dims.get(name)
-            near = {size // step * step, -(-size // step) * step}
-            fitting = sorted(value for value in near if value > 0 and (span is None or value in span)) or sorted(
-                near - {0}
-            )
-            raise ProfileError(f"{name} {size} is not a multiple of {step}",
-                               hint=f"nearest: {' or '.join(map(str, fitting))}")  # fmt: skip
+            near = sorted({size // step * step, -(-size // step) * step} - {0})
+            span = spans.get(name)
+            fitting = [value for value in near if span is None or value in span]
+            hint = f"the engines take {span}" if not fitting else f"nearest: {' or '.join(map(str, fitting))}"
+            raise ProfileError(f"{name} {size} is not a multiple of {step}", hint=hint)
         sizes[name] = size
     try:
         manifest.profile.check(sizes)

@@ -291,7 +291,9 @@ def start_of_fraction(table: SamplerTable, fraction: float, training_steps: int)
 def _calls_before(table: SamplerTable, fraction: float, training_steps: int) -> int:
     """Count the calls whose timesteps belong to the first part of the way."""
     if not 0 < fraction < 1:
-        raise UsageError(f"the fraction {fraction:g} is not between 0 and 1")
+        raise UsageError(
+            f"the fraction {fraction:g} leaves one of two models nothing", hint="give one above 0 and below 1"
+        )
     if table.order != 1:
         raise UsageError(
             f"sampler {table.name} calls the model {table.order} times a step and cannot be cut between two models",

@@ -35,34 +35,36 @@ class Tokenizer:
 
     @classmethod
     def open(cls, path: Path, facts: TokenFacts) -> Self:
-        """Read a tokenizer.json. Raises ArtefactError where it is damaged or lacks the padding token."""
-        import tokenizers
+        """Read a tokenizer.json. Raises ArtefactError where it is damaged, or cannot make such rows."""
+        try:
+            return cls.of(path.read_bytes(), facts)
+        except (OSError, ValueError) as error:
+            raise ArtefactError(
+                f"cannot use {path.name}: {error}", where=str(path), hint="export the checkpoint again"
+            ) from None
 
-        def read() -> "tokenizers.Tokenizer":
-            try:
-                made = tokenizers.Tokenizer.from_file(str(path))
-            except Exception as error:  # noqa: BLE001 - the library raises bare Exception
-                raise ArtefactError(
-                    f"cannot read {path.name}: {error}", where=str(path), hint="make it again"
-                ) from None
-            made.no_padding()
-            made.no_truncation()
-            return made
-
-        uncut, cut = read(), read()
+    @classmethod
+    def of(cls, content: bytes, facts: TokenFacts) -> Self:
+        """Make one of the content of a tokenizer.json. Raises ValueError where that cannot make such rows."""
+        uncut, cut = _read(content), _read(content)
         cut.enable_truncation(facts.limit)
         pad = uncut.token_to_id(facts.pad)
         if pad is None:
-            raise ArtefactError(f"{path.name} has no token {facts.pad!r} to pad with", where=str(path),
-                                hint="export the checkpoint again")  # fmt: skip
+            raise ValueError(f"it has no token {facts.pad!r} to pad with")
         around = _around(uncut)
         if around is None:
-            raise ArtefactError(f"{path.name} has no token for the letter a", where=str(path),
-                                hint="export the checkpoint again")  # fmt: skip
+            raise ValueError("it has no token for the letter a")
+        if not around[1]:
+            raise ValueError("it puts no end token behind a prompt")
         if facts.limit <= sum(map(len, around)):
-            raise ArtefactError(f"rows of {facts.limit} ids leave no room for words", where=str(path),
-                                hint="export the checkpoint again")  # fmt: skip
+            raise ValueError(f"rows of {facts.limit} ids leave no room for words")
         return cls(facts.limit, pad, *around, uncut, cut)
+
+    @property
+    def largest(self) -> tuple[int, str]:
+        """The largest id that there is, and its token."""
+        token, number = max(self._uncut.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
+        return number, token
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:  # [limit]
         """Give the row of ids of a prompt; of what is longer, the beginning."""
@@ -99,9 +101,24 @@ class Tokenizer:
         return text[start:].strip()
 
 
+def _read(content: bytes) -> "tokenizers.Tokenizer":
+    import tokenizers
+
+    try:
+        made = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+        raise ValueError(f"it is not a readable tokenizer: {error}") from None
+    made.no_padding()
+    made.no_truncation()
+    return made
+
+
 def _around(tokenizer: "tokenizers.Tokenizer") -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Give the ids that a tokenizer puts around a text, seen on a short one; None if nothing of that is left."""
-    row = tokenizer.encode("a")
+    try:
+        row = tokenizer.encode("a")
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+        raise ValueError(f"it cannot read the letter a: {error}") from None
     inner = [place for place, special in enumerate(row.special_tokens_mask) if not special]
     if not inner:
         return None

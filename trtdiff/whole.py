@@ -10,7 +10,7 @@ holds the lock removes.
 import errno
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -82,6 +82,20 @@ def replaced_folder(place: Path) -> Iterator[Path]:
             old.rename(place)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def foreign_files(folder: Path, own: Collection[str], below: Collection[str] = ()) -> list[str]:
+    """Give the files of a folder that are neither its own nor below folders of its own: they would go with it.
+
+    Hidden ones, which people do not put there, do not count.
+    """
+    found = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not hidden and not path.is_dir() and name not in own and not any(name.startswith(f"{up}/") for up in below):
+            found.append(name)
+    return found
 
 
 @contextmanager

@@ -271,6 +271,23 @@ def test_a_folder_that_is_no_export_is_left_alone(tiny_checkpoint, tmp_path):
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
+def test_files_that_somebody_put_into_an_export_are_not_lost(tiny_checkpoint, copied):
+    (copied / "weights/notes.txt").write_text("years of work")
+    for force in (True, False):
+        with pytest.raises(UsageError, match=r"not its own: weights/notes\.txt"):
+            export_checkpoint(Checkpoint.open(str(tiny_checkpoint)), copied, check=False, force=force)
+    assert (copied / "weights/notes.txt").read_text() == "years of work"
+    assert (copied / "denoiser.onnx").is_file()
+
+
+@pytest.mark.parametrize("asked", ["", ",", " , ,"])
+def test_an_export_of_no_component_is_refused(asked, tiny_checkpoint, tmp_path, capsys):
+    from trtdiff.cli import exit_code as cli
+
+    assert cli(["export", str(tiny_checkpoint), "-o", str(tmp_path / "x"), "--components", asked]) == 2
+    assert "no component is asked for" in capsys.readouterr().err
+
+
 def test_unknown_components_are_named(tiny_checkpoint, tmp_path):
     with pytest.raises(UsageError, match="unett") as caught:
         export_checkpoint(Checkpoint.open(str(tiny_checkpoint)), tmp_path / "x", components=["unett"])

@@ -24,6 +24,14 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
+def test_a_git_lfs_pointer_is_called_what_it_is(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n")
+    with pytest.raises(CheckpointError, match="is a Git LFS pointer") as caught:
+        read_index(path)
+    assert "git lfs pull" in caught.value.hint
+
+
 def test_reads_where_the_formats_own_writer_put_every_tensor(tmp_path):
     rng = np.random.default_rng(0)
     tensors = {

@@ -136,19 +136,52 @@ def test_small_native_sizes_of_the_first_year_are_a_slip(version, size, pixels):
 
 
 def test_sizes_beyond_stored_positions_are_refused():
-    from trtdiff.asked import check_sizes
-    from trtdiff.errors import UsageError
-    from trtdiff.types import ShapeProfile
-
-    profile = ShapeProfile.parse("height=256:512:1024,width=256:256:256")
-    check_sizes(profile, 16, 1024)
-    check_sizes(profile, 16, 0)
-    with pytest.raises(UsageError, match="height 1024 is beyond this model's positions, which end at 768"):
-        check_sizes(profile, 16, 768)
     configs = copy.deepcopy(CONFIGS["stable-diffusion-3"])
     configs["transformer"]["sample_size"] = 64
     with pytest.raises(CheckpointError, match="512 x 512 pixels, and stored positions end at 384"):
         family("stable-diffusion-3").facts(configs)
+
+
+@pytest.mark.parametrize(
+    ("name", "dims", "said"),
+    [
+        ("stable-diffusion-3", "height=256:512:1024", "height 512 is beyond this model's positions, which end at 384"),
+        ("stable-diffusion-3", "height=100:128:128", "height 100 is not a multiple of 16"),
+        ("stable-diffusion", "branches=3", "branches 3 is more than guidance takes"),
+        ("stable-diffusion", "tokens=8", "tokens 8 is not 77"),
+        ("stable-diffusion", "context=77:77:100", "context 100 is no whole number of rows of 77 tokens"),
+        ("flux", "context=77", "context 77 is not 512"),
+        ("stable-diffusion", "batch=1:1:99999999999999999999", "batch 99999999999999999999 is beyond any use"),
+        ("stable-diffusion", "height=64:64:1000000000000", "height 1000000000000 is beyond any use"),
+    ],
+)
+def test_profiles_that_no_request_could_use_are_refused(name, dims, said):
+    from trtdiff.asked import check_profile
+    from trtdiff.errors import UsageError
+    from trtdiff.types import ShapeProfile
+
+    facts = family(name).facts(CONFIGS[name])
+    own = family(name).profile(facts)
+    check_profile(own, facts)
+    if facts.weighted:
+        check_profile(own.merged(ShapeProfile.parse("context=77:154:231")), facts)
+    with pytest.raises(UsageError, match=said) as caught:
+        check_profile(own.merged(ShapeProfile.parse(dims)), facts)
+    assert caught.value.where.startswith("--profile ")
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [("model_max_length", -1, "model_max_length = -1; a number"), ("model_max_length", "x", "model_max_length = 'x'"),
+     ("pad_token", 5, "pad_token = 5; a word"), ("pad_token", {"text": "a"}, "pad_token = ")],
+)  # fmt: skip
+def test_a_tokenizer_s_config_is_read_with_care(field, value, said):
+    configs = copy.deepcopy(CONFIGS["stable-diffusion"])
+    configs["tokenizer"][field] = value
+    with pytest.raises(CheckpointError, match=said) as caught:
+        family("stable-diffusion").facts(configs)
+    assert caught.value.where == f"tokenizer/tokenizer_config.json: {field}"
 
 
 # --- whole folders ----------------------------------------------------------------------------------------------------
@@ -170,6 +203,28 @@ def _tokenizer_cut(folder):
     file.write_bytes(file.read_bytes()[:300])
 
 
+def _tokenizer(**changes):
+    def write(folder):
+        file = folder / "tokenizer/tokenizer.json"
+        content = json.loads(file.read_text())
+        for name, value in changes.items():
+            if name in content["model"]:
+                content["model"][name] = value(content["model"][name])
+            else:
+                content[name] = value(content[name])
+        file.write_text(json.dumps(content))
+
+    return write
+
+
+def _config(folder, **fields):
+    def write(checkpoint):
+        file = checkpoint / folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+    return write
+
+
 def _scheduler(**config):
     def write(folder):
         (folder / "scheduler/scheduler_config.json").write_text(json.dumps(config))
@@ -182,6 +237,17 @@ BROKEN = {
     "flux, no second tokenizer": ("flux-dev", _tokenizer_gone, "tokenizer_2 is missing", "tokenizer_2"),
     "sdxl, half a tokenizer": ("sdxl", _tokenizer_cut, "not a readable tokenizer", "tokenizer_2/tokenizer.json"),
     "flux, half a tokenizer": ("flux-dev", _tokenizer_cut, "not a readable tokenizer", "tokenizer_2/tokenizer.json"),
+    "no end token": ("sdxl", _tokenizer(post_processor=lambda _: None), "puts no end token", "tokenizer"),
+    "an empty vocabulary": ("sdxl", _tokenizer(vocab=lambda _: {}, merges=lambda _: []), "cannot use tokenizer",
+                            "tokenizer"),
+    "ids that nobody has": (
+        "sdxl", _tokenizer(vocab=lambda vocab: {**vocab, "dog</w>": 100000}), r"has an id 100000 \('dog</w>'\)", "tokenizer",
+    ),
+    "rows of two": ("sdxl", _config("text_encoder", max_position_embeddings=2), "leave no room for words", "tokenizer"),
+    "weights in 8 bits": (
+        "sdxl", _config("unet", quantization_config={"quant_method": "bitsandbytes"}), r"quantized \(bitsandbytes\)",
+        "unet/config.json: quantization_config",
+    ),
     "an unknown scheduler": (
         "sdxl", _scheduler(_class_name="FancyScheduler"), "diffusers has no scheduler FancyScheduler",
         "scheduler/scheduler_config.json: _class_name",
@@ -194,12 +260,16 @@ BROKEN = {
         "scheduler/scheduler_config.json",
     ),
     "noise prediction in flux": (
-        "flux-dev", _scheduler(_class_name="DDIMScheduler"), "cannot call its scheduler DDIMScheduler: .*sigmas",
+        "flux-dev", _scheduler(_class_name="DDIMScheduler"), "DDIMScheduler is for models that predict noise",
+        "scheduler/scheduler_config.json: _class_name",
+    ),
+    "a scheduler without sigmas in flux": (
+        "flux-dev", _scheduler(_class_name="FlowMatchHeunDiscreteScheduler"), "cannot call its scheduler FlowMatchHeun",
         "scheduler/scheduler_config.json: _class_name",
     ),
     "flow matching in sdxl": (
         "sdxl", _scheduler(_class_name="FlowMatchEulerDiscreteScheduler"),
-        "cannot call its scheduler FlowMatchEulerDiscreteScheduler", "scheduler/scheduler_config.json: _class_name",
+        "FlowMatchEulerDiscreteScheduler is for flow matching", "scheduler/scheduler_config.json: _class_name",
     ),
 }  # fmt: skip
 

@@ -120,8 +120,8 @@ def test_the_command_line_refines_and_refuses_before_anything_runs(made, tmp_pat
 
     for more, said in {
         ("--refine-at", "0.5"): "there is no refiner to take over",
-        ("--refiner", refiner, "--refine-at", "0"): "the fraction 0 is not between 0 and 1",
-        ("--refiner", refiner, "--refine-at", "1"): "the fraction 1 is not between 0 and 1",
+        ("--refiner", refiner, "--refine-at", "0"): "the fraction 0 leaves one of two models nothing",
+        ("--refiner", refiner, "--refine-at", "1"): "the fraction 1 leaves one of two models nothing",
         ("--refiner", refiner, "--refine-at", "nan"): "at nan is not a finite number",
         ("--refiner", refiner, "--image", "x.png"): "x.png",
         ("--refiner", str(made("sd1") / "bundle")): "its own have scaling 0.18215, these 0.13025",

@@ -212,7 +212,9 @@ def _seed(text: str) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise UsageError(f"seed {text!r} is not a whole number", hint="give an integer, or: random") from None
+        raise UsageError(
+            f"seed {text[:40]!r} is not a whole number, or is out of range", hint="give an integer, or: random"
+        ) from None
 
 
 @contextmanager

@@ -29,10 +29,11 @@ from trtdiff.export.manifest import (
     ExportedComponent,
     ExportManifest,
 )
+from trtdiff.export.quantized import refuse_quantized
 from trtdiff.export.safetensors_index import TensorRef
 from trtdiff.export.weights import place_weights, placement_bytes
 from trtdiff.families import family_of_pipeline
-from trtdiff.families.base import ComponentSpec, Config, ModelFamily
+from trtdiff.families.base import ComponentSpec, Config, ModelFamily, TokenFacts
 from trtdiff.records import write_record
 from trtdiff.types import names
 from trtdiff.whole import locked, replaced_folder
@@ -154,8 +155,9 @@ def _export(
 ) -> Export:
     """Make it, and put it into its place."""
     _check_scheduler(checkpoint, family)
+    refuse_quantized(checkpoint.configs, specs)
     facts = family.facts(checkpoint.configs)
-    texts = {f"tokenizers/{name}.json": checkpoint.tokenizer_json(name) for name in facts.tokens}
+    texts = {f"tokenizers/{name}.json": _tokenizer(checkpoint, name, tokens) for name, tokens in facts.tokens.items()}
     exported: dict[str, ExportedComponent] = {}
     reports: dict[str, ComponentReport] = {}
     with replaced_folder(out) as folder:
@@ -210,6 +212,7 @@ def export_components(
     """
     from trtdiff.export.check import check_graph, memory_for_check, require_onnxruntime
     from trtdiff.export.graph import needed_weights
+    from trtdiff.export.quantized import refuse_integers
     from trtdiff.export.trace_cache import traced_before
 
     reporter = reporter or Silence()
@@ -226,6 +229,8 @@ def export_components(
         known.append(found)
         seconds.append(time.monotonic() - began)
     needs = [needed_weights(model) for model in models]
+    for model in models:
+        refuse_integers(model, tensors)
     union = {name: shape for need in needs for name, shape in need.items()}
     if check:
         _require_memory(specs, needs)
@@ -322,10 +327,31 @@ def _check_scheduler(checkpoint: Checkpoint, family: ModelFamily) -> None:
         raise CheckpointError(error.message, where=where, hint=error.hint) from None
 
 
+def _tokenizer(checkpoint: Checkpoint, name: str, tokens: TokenFacts) -> bytes:
+    """Give a tokenizer's content; one that cannot make the rows that its text encoder takes is refused."""
+    from trtdiff.tokens import Tokenizer
+
+    content, where = checkpoint.tokenizer_json(name), f"{checkpoint.parts.tokenizer(name)}"
+    encoder = name.replace("tokenizer", "text_encoder")
+    words, hint = checkpoint.configs[encoder].get("vocab_size"), f"use the tokenizer that {encoder} was trained with"
+    try:
+        number, token = Tokenizer.of(content, tokens).largest
+    except ValueError as error:
+        raise CheckpointError(f"cannot use {name}: {error}", where=where, hint=hint) from None
+    if isinstance(words, int) and number >= words:
+        raise CheckpointError(f"{name} has an id {number} ({token!r}), and {encoder} {words} words: 0 to {words - 1}",
+                              where=where, hint=hint)  # fmt: skip
+    return content
+
+
 def _chosen(specs: tuple[ComponentSpec, ...], components: Sequence[str] | None) -> tuple[ComponentSpec, ...]:
     if components is None:
         return specs
     known = [spec.name for spec in specs]
+    if not components:
+        raise UsageError(
+            "no component is asked for", where="--components", hint=f"this checkpoint has {', '.join(known)}"
+        )
     if unknown := [name for name in components if name not in known]:
         raise UsageError(f"no component is called {names(unknown)}", where="--components",
                          hint=f"this checkpoint has {', '.join(known)}")  # fmt: skip

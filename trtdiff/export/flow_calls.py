@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from trtdiff.export.schedule_call import ScheduleCall
+from trtdiff.export.schedule_call import ScheduleCall, require_kind
 from trtdiff.flow import FLUX, STABLE_DIFFUSION_3, shift_exponent
 
 
@@ -37,6 +37,7 @@ class FlowCall(ScheduleCall):
 
     def adopt(self, scheduler: Any) -> None:
         """Change nothing."""
+        require_kind(scheduler, flow=True)
 
     def first_latent(self, scheduler: Any, noise: Any, clean: Any | None, timesteps: Any) -> Any:
         """`prepare_latents` of either pipeline."""

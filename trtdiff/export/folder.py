@@ -9,6 +9,8 @@ from trtdiff.export.manifest import EXPORT_FILE, EXPORT_SCHEMA, CheckpointOrigin
 from trtdiff.families.base import ModelFamily
 from trtdiff.machine import installed
 from trtdiff.records import read_record
+from trtdiff.types import names
+from trtdiff.whole import foreign_files
 
 LIBRARIES = (
     "torch", "diffusers", "transformers", "tokenizers", "onnxscript", "onnx-ir", "onnx", "ml_dtypes", "numpy"
@@ -28,16 +30,30 @@ def export_code(family: ModelFamily) -> str:
 
 
 def require_replaceable(folder: Path) -> None:
-    """Refuse to put an export where something else lies. Raises UsageError."""
+    """Refuse to put an export where something else lies, or has been put beside one. Raises UsageError."""
     if not folder.exists():
         return
     if folder.is_dir() and ((folder / EXPORT_FILE).is_file() or not any(folder.iterdir())):
+        _refuse_foreign(folder)
         return
     raise UsageError(
         f"{folder} is not an export of trtdiff, and is left as it is",
         where=str(folder),
         hint="choose another folder with -o",
     )
+
+
+def _refuse_foreign(folder: Path) -> None:
+    try:
+        manifest = read_record(folder / EXPORT_FILE, ExportManifest, schema=EXPORT_SCHEMA)
+    except ArtefactError:
+        return  # nobody knows what belongs to it
+    own = {EXPORT_FILE, *manifest.tokenizers.values()}
+    for component in manifest.components:
+        own |= {component.graph, *component.weights}
+    if others := foreign_files(folder, own):
+        raise UsageError(f"the export {folder} has files in it that are not its own: {names(others, 3)}",
+                         where=str(folder), hint="it is replaced as a whole: move them elsewhere")  # fmt: skip
 
 
 def current(

@@ -103,6 +103,8 @@ def _header(file: BinaryIO, size: int, path: Path) -> tuple[dict[str, Any], int]
     prefix = file.read(8)
     if len(prefix) < 8:
         _refuse(path, f"holds {size} bytes, a safetensors file has at least 10")
+    if prefix == b"version ":
+        _refuse(path, "is a Git LFS pointer, and not the weights", "fetch them: git lfs pull, or download the file")
     length = int.from_bytes(prefix, "little")
     if length > HEADER_LIMIT:
         _refuse(

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from trtdiff.errors import SamplerError
+
 
 class ScheduleCall(ABC):
     """A pipeline's own way with schedulers. Tensors and schedulers are torch's and diffusers'."""
@@ -23,7 +25,10 @@ class ScheduleCall(ABC):
 
     @abstractmethod
     def adopt(self, scheduler: Any) -> None:
-        """Change the config of the scheduler that the pipeline is built with, as the pipeline's constructor does."""
+        """Change the config of the scheduler that the pipeline is built with, as the pipeline's constructor does.
+
+        Raises SamplerError for one that is made for another kind of model.
+        """
 
     @abstractmethod
     def set_timesteps(self, scheduler: Any, steps: int) -> None:
@@ -83,6 +88,7 @@ class StableDiffusionCall(ScheduleCall):
 
     def adopt(self, scheduler: Any) -> None:
         """Do as the constructor does with configs of the first year (`REWRITES`)."""
+        require_kind(scheduler, flow=False)
         known = dict(scheduler.config)
         config = known | {field: value for field, value in REWRITES.get(self.pipeline, {}).items() if field in known}
         if config != known:
@@ -130,6 +136,7 @@ class StableDiffusionXLCall(StableDiffusionCall):
 
     def adopt(self, scheduler: Any) -> None:
         """Change nothing."""
+        require_kind(scheduler, flow=False)
 
 
 @dataclass(frozen=True)
@@ -155,6 +162,19 @@ class PixArtCall(StableDiffusionXLCall):
         if scheduler.num_inference_steps > 1:
             return super().step(scheduler, prediction, timestep, latent, generator)
         return self._results(scheduler, prediction, timestep, latent, generator)[1]
+
+
+def require_kind(scheduler: Any, *, flow: bool) -> None:
+    """Refuse a scheduler of flow matching for a model that predicts noise, and the other way round."""
+    kind, predicts = type(scheduler).__name__, scheduler.config.get("prediction_type")
+    if (kind.startswith("FlowMatch") or predicts == "flow_prediction") is flow:
+        return
+    wrong = f"{kind} is for flow matching, and this model predicts noise or velocity"
+    if flow:
+        wrong = f"{kind} is for models that predict noise or velocity ({predicts}), and this one is of flow matching"
+    raise SamplerError(
+        wrong, where=f"scheduler class {kind}", hint="put the scheduler there that the model was trained with"
+    )
 
 
 @cache

@@ -223,7 +223,8 @@ def compile_samplers(
 
 def check_default(config: Mapping[str, Any], call: ScheduleCall) -> None:
     """Raise SamplerError where the checkpoint's own scheduler is not known, or its pipeline cannot call it."""
-    scheduler, reasons = make_scheduler(config, DEFAULT, call), []
+    with _quiet():
+        scheduler, reasons = make_scheduler(config, DEFAULT, call), []
     with _quiet(), Stage(scheduler) as stage:
         for count in TRIED_STEPS:
             try:

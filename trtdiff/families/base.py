@@ -204,10 +204,15 @@ class ComponentSpec:
         return drawn.astype(tensor.dtype)
 
 
-def padding_of(config: Config, usual: str) -> str:
+def padding_of(configs: Mapping[str, Config], tokenizer: str, usual: str) -> str:
     """Give the padding token of a tokenizer's config: a word, or a dictionary that holds it."""
-    pad = config.get("pad_token") or usual
-    return str(pad["content"] if isinstance(pad, Mapping) else pad)
+    pad = configs.get(tokenizer, {}).get("pad_token") or usual
+    word = pad.get("content") if isinstance(pad, Mapping) else pad
+    if not isinstance(word, str):
+        raise CheckpointError(f"{tokenizer}'s config says pad_token = {pad!r}; a word is expected",
+                              where=f"{tokenizer}/tokenizer_config.json: pad_token",
+                              hint="download the file again")  # fmt: skip
+    return word
 
 
 def require_class(configs: Mapping[str, Config], folder: str, *known: str) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
+from trtdiff.errors import CheckpointError
 from trtdiff.families.base import (
     ComponentSpec,
     Config,
@@ -36,10 +37,13 @@ END = "<|endoftext|>"
 def token_facts(configs: Mapping[str, Config], tokenizer: str, encoder: str) -> TokenFacts:
     """Read the padding token and the row length that a text encoder takes."""
     require_class(configs, encoder, "CLIPTextModel", "CLIPTextModelWithProjection")
-    config = configs.get(tokenizer, {})
     positions = field_of(configs, encoder, "max_position_embeddings", int)
-    limit = min(positions, config.get("model_max_length") or positions)
-    return TokenFacts(limit=limit, pad=padding_of(config, END))
+    longest = configs.get(tokenizer, {}).get("model_max_length") or positions
+    if not isinstance(longest, int | float) or longest < 1:
+        raise CheckpointError(f"{tokenizer}'s config says model_max_length = {longest!r}; a number is expected",
+                              where=f"{tokenizer}/tokenizer_config.json: model_max_length",
+                              hint=f"write {positions}, which is what {encoder} takes")  # fmt: skip
+    return TokenFacts(limit=min(positions, int(longest)), pad=padding_of(configs, tokenizer, END))
 
 
 def text_encoder(configs: Mapping[str, Config], folder: str, *, reads: Reads, projected: bool = False) -> ComponentSpec:

@@ -38,7 +38,7 @@ keeps `wo` in float32 for the same reason."""
 
 def token_facts(configs: Mapping[str, Config], tokenizer: str, limit: int) -> TokenFacts:
     """Give the padding token and the row length, which is the pipeline's and not the tokenizer's."""
-    return TokenFacts(limit=limit, pad=padding_of(configs.get(tokenizer, {}), PAD))
+    return TokenFacts(limit=limit, pad=padding_of(configs, tokenizer, PAD))
 
 
 def text_encoder(configs: Mapping[str, Config], folder: str, *, masked: bool = False) -> ComponentSpec:
