@@ -187,8 +187,11 @@ TINY_SCHEDULERS = ("ddim", "euler", "euler_a", "dpmpp_2m")
 TINY_STEPS = (1, 2, 6)
 
 
-def compile_export(export: Path, out: Path, *, schedulers: tuple[str, ...], steps: tuple[int, ...], profile: str):
-    """Build an export for ONNX Runtime in this process."""
+def compile_export(
+    export: Path, out: Path, *, schedulers: tuple[str, ...], steps: tuple[int, ...], profile: str, target: str = "cpu",
+    precision: str = "fp32",
+):  # fmt: skip
+    """Build an export in this process, without a range scan."""
     from trtdiff import build, worker
     from trtdiff.export import schedulers as compiled
     from trtdiff.export.manifest import EXPORT_FILE, EXPORT_SCHEMA, ExportManifest
@@ -205,8 +208,9 @@ def compile_export(export: Path, out: Path, *, schedulers: tuple[str, ...], step
         patch.setattr(worker, "run", in_this_process)
         patch.setattr(compiled, "compile_samplers", partial(compiled.compile_samplers, steps=steps))
         plan = make_plan(
-            manifest, name=out.name, precision="fp32", targets=["cpu"], schedulers=schedulers, profile=profile
-        )
+            manifest, name=out.name, precision=precision, targets=[target], schedulers=schedulers, profile=profile,
+            range_scan=False,
+        )  # fmt: skip
         build.build(plan, export, out, Store(out.parent / "store"))
 
 

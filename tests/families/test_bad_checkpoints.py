@@ -241,7 +241,8 @@ BROKEN = {
     "an empty vocabulary": ("sdxl", _tokenizer(vocab=lambda _: {}, merges=lambda _: []), "cannot use tokenizer",
                             "tokenizer"),
     "ids that nobody has": (
-        "sdxl", _tokenizer(vocab=lambda vocab: {**vocab, "dog</w>": 100000}), r"has an id 100000 \('dog</w>'\)", "tokenizer",
+        "sdxl", _tokenizer(vocab=lambda vocab: {**vocab, "dog</w>": 100000}), r"has an id 100000 \('dog</w>'\)",
+        "tokenizer",
     ),
     "rows of two": ("sdxl", _config("text_encoder", max_position_embeddings=2), "leave no room for words", "tokenizer"),
     "weights in 8 bits": (

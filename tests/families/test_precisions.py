@@ -202,3 +202,20 @@ def test_t5_keeps_its_residual_stream_in_float32(islands, loud_t5, tmp_path):
         assert "encoder.block.*.layer.?" in realised["islands"]
     else:
         assert not error < 0.1  # NaN, or nonsense
+
+
+def test_three_text_encoders_in_8_bits_hold_their_tolerances(made, compiler, tmp_path, capsys):
+    """SD3: every component has a tolerance, and weights in 8 bits are those of every text encoder too."""
+    from trtdiff.bundle import Bundle
+    from trtdiff.cli import exit_code as cli
+
+    bundle = tmp_path / "bundle"
+    compiler(
+        made("sd3") / "export", bundle, schedulers=("flow_euler",), steps=(20,), target="rounded",
+        precision="int8-weights", profile="batch=1:1:2,height=32:32:64,width=32:64:64",
+    )  # fmt: skip
+    opened = Bundle.open(bundle)
+    for encoder in ("text_encoder", "text_encoder_2", "text_encoder_3"):
+        assert opened.engine_manifest("rounded", encoder).realised["quantization"]["layers"]["int8 weights"] > 0
+    assert cli(["check", str(bundle), "--against", str(made("sd3") / "checkpoint"), "--shapes", "opt"]) == 0
+    assert "text_encoder_3" in capsys.readouterr().out
