@@ -277,9 +277,9 @@ def test_a_table_is_cut_by_its_timesteps_and_ends_clean_under_a_mask():
 @pytest.mark.parametrize(
     ("act", "says"),
     [
-        (lambda table: table.until(0.0, 4), "between 0 and 1"),
-        (lambda table: table.until(float("nan"), 4), "between 0 and 1"),
-        (lambda table: start_of_fraction(table, 1.0, 4), "between 0 and 1"),
+        (lambda table: table.until(0.0, 4), "leaves one of two models nothing"),
+        (lambda table: table.until(float("nan"), 4), "leaves one of two models nothing"),
+        (lambda table: start_of_fraction(table, 1.0, 4), "leaves one of two models nothing"),
         (lambda table: table.until(0.1, 1000), "before the fraction 0.1"),
         (lambda table: start_of_fraction(table, 0.9, 4), "after the fraction 0.9"),
         (lambda table: replace(table, order=2).until(0.5, 4), "2 times a step"),

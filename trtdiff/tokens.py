@@ -54,8 +54,6 @@ class Tokenizer:
         around = _around(uncut)
         if around is None:
             raise ValueError("it has no token for the letter a")
-        if not around[1]:
-            raise ValueError("it puts no end token behind a prompt")
         if facts.limit <= sum(map(len, around)):
             raise ValueError(f"rows of {facts.limit} ids leave no room for words")
         return cls(facts.limit, pad, *around, uncut, cut)

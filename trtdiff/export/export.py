@@ -335,7 +335,10 @@ def _tokenizer(checkpoint: Checkpoint, name: str, tokens: TokenFacts) -> bytes:
     encoder = name.replace("tokenizer", "text_encoder")
     words, hint = checkpoint.configs[encoder].get("vocab_size"), f"use the tokenizer that {encoder} was trained with"
     try:
-        number, token = Tokenizer.of(content, tokens).largest
+        opened = Tokenizer.of(content, tokens)
+        number, token = opened.largest
+        if not opened.end:
+            raise ValueError("it puts no end token behind a prompt")  # noqa: TRY301 - the same words for all of them
     except ValueError as error:
         raise CheckpointError(f"cannot use {name}: {error}", where=where, hint=hint) from None
     if isinstance(words, int) and number >= words:

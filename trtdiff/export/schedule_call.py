@@ -90,7 +90,11 @@ class StableDiffusionCall(ScheduleCall):
         """Do as the constructor does with configs of the first year (`REWRITES`)."""
         require_kind(scheduler, flow=False)
         known = dict(scheduler.config)
-        config = known | {field: value for field, value in REWRITES.get(self.pipeline, {}).items() if field in known}
+        config = known | {
+            field: value
+            for field, value in REWRITES.get(self.pipeline, {}).items()
+            if field in known and (known[field] is (not value) if isinstance(value, bool) else known[field] != value)
+        }
         if config != known:
             scheduler._internal_dict = type(scheduler.config)(config)  # noqa: SLF001 - the pipeline does it in these words
 
